@@ -1,7 +1,7 @@
 """Adapters between an engine and `lmc serve`, in Rust.
 
-All methods may be called from any thread and none of them waits for the network unless its text
-says so. The interpreter's lock is released while Rust works.
+All methods may be called from any thread. A method waits for the network only if its text says so.
+The interpreter's lock is released while Rust works.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,35 +31,34 @@ class SchedulerAdapter:
     ) -> None:
         """Starts one thread and waits at most 5 s for the server at `endpoint`.
 
-        The endpoint is `tcp://HOST:PORT`, `ipc://PATH`, or `local`: `/run/lmc/lmc.sock` where it
-        is there, else `tcp://127.0.0.1:5555`. Without a server every lookup is a miss
-        until one is there. Raises `ValueError` if the server's chunk size is no multiple of
-        `block_size`.
+        The endpoint is `tcp://HOST:PORT`, `ipc://PATH`, or `local`: `/run/lmc/lmc.sock` if it exists,
+        else `tcp://127.0.0.1:5555`. Until a server answers, every lookup is a miss. Raises
+        `ValueError` if the server's chunk size is not a multiple of `block_size`.
         """
 
     @property
     def chunk_size(self) -> int:
-        """Tokens of a chunk; 0 until a server was there."""
+        """Tokens of a chunk; 0 until a server has answered."""
 
     @property
     def num_blocks_per_chunk(self) -> int:
-        """Blocks of a chunk; 0 until a server was there."""
+        """Blocks of a chunk; 0 until a server has answered."""
 
     @property
     def hash_mode(self) -> bool:
-        """Whether lookups may name block hashes: the server must know them."""
+        """True if lookups may name block hashes, which the server must support."""
 
     @property
     def tails(self) -> bool:
-        """Whether the blocks after a prompt's last whole chunk are kept: the server must know them."""
+        """True if the blocks after a prompt's last whole chunk are kept, which the server must support."""
 
     @property
     def notices(self) -> bool:
-        """Whether the server sends notices of the ends of stores."""
+        """True if the server sends notices to proxies when stores end."""
 
     @property
     def healthy(self) -> bool:
-        """Whether the server answers."""
+        """True if the server answers."""
 
     def maybe_submit_lookup_request(
         self,
@@ -80,25 +79,25 @@ class SchedulerAdapter:
 
     def lookup_tiers(self, request_id: str) -> list[tuple[str, int]]:
         """Returns the tiers that the matched tokens came from, in the order of the tokens, each
-        with the number of tokens; empty where the server does not say.
+        with the number of tokens; empty if the server does not report them.
 
-        A tier is `dram`, or the name of a lower one, such as `disk`.
+        A tier is `dram`, or the name of a lower tier, such as `disk`.
         """
 
     def cleanup_lookup_result(self, request_id: str) -> None:
         """Removes the result; the server keeps the leases."""
 
     def end_session(self, request_id: str) -> None:
-        """Gives back all leases of a request."""
+        """Releases all leases of a request."""
 
     def reset_cache(self) -> bool:
-        """Clears the server's cache and waits at most 10 s for that."""
+        """Clears the server's cache, and waits at most 10 s for the clear."""
 
     def stats(self) -> dict[str, int]:
         """Returns counters since the start."""
 
     def take_log(self) -> list[tuple[int, str]]:
-        """Returns the lines for the log since the last call: level of `logging`, text."""
+        """Returns the log lines since the last call, each with its level of `logging` and its text."""
 
     def shutdown(self) -> None:
         """Ends the thread."""
@@ -138,21 +137,21 @@ class WorkerAdapter:
         tokens_per_block: int,
         gpu: str | None = None,
     ) -> None:
-        """Names the tensors of each KV group, in layer order, and the tokens that it looks back.
+        """Registers the tensors of each KV group, in layer order, and the tokens that it looks back.
 
-        Layers that look back to the start of a prompt have no such number; in the block tables of
-        others, block 0 stands for one that is not kept. A tensor is its address, shape, strides in
-        elements and element type. The memory must stay valid until `shutdown` or
-        `unregister_kv_caches` has returned. `gpu` is the
-        id of the NVIDIA GPU that it lies on, as PyTorch spells it; `None`: it is the host's. Raises
-        `ValueError` for a layout that lmc does not know and for a GPU that cannot be used.
+        This number is `None` for layers that look back to the start of a prompt. In the block tables
+        of other groups, block 0 means a block that is not kept. A tensor is its address, shape,
+        strides in elements and element type. The memory must stay valid until `shutdown` or
+        `unregister_kv_caches` has returned. `gpu` is the id of the NVIDIA GPU with the memory, as
+        PyTorch spells it; `None` means host memory. Raises `ValueError` for a layout that lmc does not
+        support and for a GPU that cannot be used.
         """
 
     def unregister_kv_caches(self) -> None:
-        """Takes the tensors out of use: their memory is not touched once this has returned.
+        """Stops using the tensors: after this call has returned, their memory is not touched.
 
-        Copies under way are waited for. Until they are registered again, stores are dropped and
-        loads fail.
+        The call waits for copies under way. Until tensors are registered again, stores are dropped
+        and loads fail.
         """
 
     def submit_store_request(self, op: LoadStoreOp) -> None:
@@ -166,7 +165,7 @@ class WorkerAdapter:
     ) -> None:
         """Queues stores. Memory on a GPU needs `stream`, a `CUstream` of the GPU's primary context.
 
-        It is read when the work is done that the stream has been given so far.
+        The memory is read after the work that is in the stream so far.
         """
 
     def batched_submit_retrieve_requests(
@@ -174,47 +173,47 @@ class WorkerAdapter:
     ) -> None:
         """Queues loads. Memory on a GPU needs `stream`, a `CUstream` of the GPU's primary context.
 
-        It is written when the work is done that the stream has been given so far.
+        The memory is written after the work that is in the stream so far.
         """
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
-        """Returns the requests whose stores, and those whose retrieves, have all ended.
+        """Returns three sets of requests: all stores have ended, all retrieves have ended, and
+        retrieves ended without some of their chunks.
 
-        The last set has those of the retrieves that lack chunks.
-
-        A store is reported once the engine has named its request, in this call or before.
+        Ended stores are reported once the engine has named their request, in this call or before.
         """
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Returns the blocks whose load failed since the last call, where there is one KV group.
+        """Returns the blocks whose load failed since the last call, if there is only one KV group.
 
-        They are returned no later than `get_finished` names their request.
+        A block is returned no later than `get_finished` reports its request.
         """
 
     def take_ended_stores(self) -> list[tuple[int, list[int]]]:
         """Returns the numbered stores that have ended since the last call.
 
-        Each with the chunks that it has added to the server, counted from the first of its range.
-        They are returned no later than `get_finished` names their request, but for those that
-        `wait_for_stores` has dropped.
+        Each store comes with the chunks that it has added to the server, counted from the first chunk
+        of its range. A store is returned no later than `get_finished` reports its request, unless
+        `wait_for_stores` has dropped it.
         """
 
     def wait_until_reserved(self, request_ids: Sequence[str], timeout: float) -> bool:
-        """Waits until the server has slots for all stores of these requests: from then on a lookup
-        learns that their chunks are being written. Returns `False` if the time is over."""
+        """Waits until the server has slots for all stores of these requests: from then on lookups see
+        that their chunks are being written. Returns `False` at the timeout."""
 
     def has_stores(self, request_id: str) -> bool:
-        """Whether a store of this request is under way."""
+        """Returns True if a store of this request is under way."""
 
     def wait_for_stores(self, request_ids: Sequence[str], timeout: float) -> bool:
         """Waits until no store of these requests is under way.
 
-        After `timeout` seconds it cancels what has not begun, waits for the copy under way, and
-        returns `False`.
+        After `timeout` seconds it cancels stores that have not begun, waits for the copy under way,
+        and returns `False`.
         """
 
     def wait_for_stores_before(self, requests: Mapping[str, int], timeout: float) -> bool:
-        """Waits as `wait_for_stores`, for the stores whose range begins before a request's token."""
+        """Waits as `wait_for_stores`, but only for stores whose range begins before the given token of
+        their request."""
 
     def stats(self) -> dict[str, int]: ...
     def take_log(self) -> list[tuple[int, str]]: ...

@@ -1,4 +1,4 @@
-"""The copies that the scheduler asks a worker for."""
+"""The copies that the scheduler orders from a worker."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ ConfigValue = str | int | float | bool | None
 
 @dataclass(slots=True)
 class LoadStoreOp:
-    """Store or load of whole chunks of one request, or of blocks after the last of them.
+    """Store or load of whole chunks of one request, or of the blocks after its last whole chunk.
 
     `start` and `end` count tokens and are multiples of the chunk size; `block_ids` are the blocks
     of these tokens, for each KV group. `token_ids` are the prompt's tokens up to `end`, or
     `chunk_hashes` the hashes of its chunks up to `end`, 32 bytes each.
 
-    Of a tail (`is_tail`) `start` is a multiple of the chunk size and `end` one of the block size, and
-    `chunk_hashes` are those of the blocks from `start` on.
+    For a tail (`is_tail`), `start` is a multiple of the chunk size, `end` is a multiple of the block
+    size, and `chunk_hashes` are the hashes of the blocks from `start` on.
     """
 
     request_id: str
@@ -28,5 +28,5 @@ class LoadStoreOp:
     configs: dict[str, ConfigValue] | None = None
     # Tokens at the start of a load that are not written: their blocks are shared.
     skip_first_n_tokens: int = 0
-    # Number by which the adapter names the end of a store; `None`: it does not.
+    # Number with which the adapter reports the end of a store; `None`: it does not report the end.
     store_number: int | None = None

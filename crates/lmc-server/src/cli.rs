@@ -23,7 +23,7 @@ const EXAMPLES: &str = "\
 Examples:
   lmc serve                                  a quarter of the free memory, port 5555
   lmc serve --l1-size-gb 100GiB --port 6555  another size and port
-  lmc serve --config lmc.toml --print-config show what is in effect, and why
+  lmc serve --config lmc.toml --print-config the settings in effect, and their origins
   lmc status                                 hits, memory, disk, workers and latencies";
 
 /// The examples, and the line for vLLM.
@@ -51,13 +51,13 @@ fn run_command(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     let matches = match command().try_get_matches_from(&args) {
         Ok(matches) => matches,
         Err(error) => {
-            // Help and version count as errors to clap, but end well.
+            // Help and version are errors to clap, but successes to the caller.
             let code = if error.use_stderr() { 2 } else { 0 };
             print_parse_error(&error, &args);
             return ExitCode::from(code);
         }
     };
-    // Each connection and each segment of a disk tier is an open file, and the usual limit is meant for
+    // Each connection and each segment of a disk tier is an open file. The usual limit is low because of
     // programs that call `select`.
     limits::raise(Resource::Nofile);
     let outcome = match matches.subcommand() {
@@ -103,7 +103,7 @@ fn command() -> Command {
              disk format  {FORMAT_VERSION}",
             version()
         ))
-        .about("A KV-cache layer for LLM serving: keeps what engines have computed, and gives it back.")
+        .about("A KV-cache layer for LLM serving: keeps the KV caches that engines have computed, and returns them.")
         .after_help(examples())
         .subcommand_required(true)
         .arg_required_else_help(true)
@@ -125,7 +125,7 @@ fn command() -> Command {
         )
         .subcommand(
             Command::new("man")
-                .about("Prints a manual page, of lmc or of one of its commands")
+                .about("Prints the manual page of lmc or of one of its commands")
                 .after_help("To read it: lmc man serve | man -l -")
                 .arg(Arg::new("command").value_name("COMMAND").num_args(0..))
                 .arg(
@@ -180,14 +180,14 @@ fn serve_command() -> Command {
             Arg::new("print-config")
                 .long("print-config")
                 .action(ArgAction::SetTrue)
-                .help("Print the settings in effect and where each came from, and end."),
+                .help("Print the settings in effect and where each came from, and exit."),
         )
         .arg(
             Arg::new("detached")
                 .long("detached")
                 .action(ArgAction::SetTrue)
                 .hide(true)
-                .help("What `lmc start` runs: depends on nothing of the process that started it."),
+                .help("For `lmc start`: run independently of the process that started the server."),
         );
     let mut command = with_settings(command);
     for foreign in config::foreign_flags() {
@@ -198,18 +198,18 @@ fn serve_command() -> Command {
 
 fn doctor_command() -> Command {
     let command = Command::new("doctor")
-        .about("Looks whether this host has what a server needs, and says what to change")
+        .about("Checks whether this host has what a server needs, and says what to change")
         .after_help(doctor::HELP)
         .arg(
             Arg::new("json")
                 .long("json")
                 .action(ArgAction::SetTrue)
-                .help("Print JSON: problems, warnings, checks with found and remedy."),
+                .help("Print JSON: problems, warnings, and for each check what was found and the remedy."),
         );
     with_settings(command)
 }
 
-/// Adds the settings of a server, and the file that may have them.
+/// Adds the settings of a server, and the flag for a file with settings.
 fn with_settings(command: Command) -> Command {
     let file = Arg::new("config")
         .long("config")
@@ -220,7 +220,7 @@ fn with_settings(command: Command) -> Command {
     command.arg(file).args(settings)
 }
 
-/// A flag's argument, and for switches the one that turns it off.
+/// Returns the argument of a setting, and for a switch also the argument that turns it off.
 fn arguments(info: &'static Info) -> Vec<Arg> {
     let help = format!("{} [default: {}]", info.help.trim(), shown(info.default));
     let arg = Arg::new(info.name)
@@ -311,13 +311,13 @@ fn serve(matches: &ArgMatches) -> ExitCode {
     daemon::run(loaded, read, background)
 }
 
-/// Returns the file with settings that a command line names, also for another working folder.
+/// Returns the absolute path of the file with settings that a command line names.
 fn file_of(matches: &ArgMatches) -> Option<PathBuf> {
     let file = matches.get_one::<PathBuf>("config")?;
     Some(std::path::absolute(file).unwrap_or_else(|_| file.clone()))
 }
 
-/// Loads the settings that a command line, the environment and a file give; `more` count as flags.
+/// Loads the settings from a command line, the environment and a file; `more` count as flags.
 fn load(
     matches: &ArgMatches,
     file: Option<&Path>,

@@ -35,8 +35,8 @@ use crate::{
     disk, log, losses, nixl, notices, occupant, peers, pool, remote, spans, state, transfer_config,
 };
 
-/// Serves until a signal; the exit code of the process. `read` reads the settings again; `background`
-/// is none unless `lmc start` has started this process.
+/// Serves until a signal, and returns the exit code of the process. `read` reads the settings again;
+/// `background` is `None` unless `lmc start` has started this process.
 pub(crate) fn run(
     loaded: Loaded,
     read: impl Fn() -> Result<Loaded, ConfigError> + Send + Sync + 'static,
@@ -64,21 +64,21 @@ pub(crate) fn run(
     log::flush();
     match stop {
         Ok(Stop::Clean) => ExitCode::SUCCESS,
-        // Something is stuck, and returning would wait for it. The pool's name is gone already.
+        // A thread is stuck, and returning would wait for it. The pool's name is already removed.
         Ok(Stop::Forced) => std::process::exit(1),
         Ok(Stop::PoolLost) => ExitCode::from(POOL_LOST),
         Err(_) => ExitCode::FAILURE,
     }
 }
 
-/// Exit code of a server whose pool was lost; a restart makes a new one.
+/// Exit code of a server whose pool was lost; a restart creates a new pool.
 const POOL_LOST: u8 = 3;
 
-/// Time that the drives have to open, and the interval of the notes while they have not.
+/// Time that the drives have to open, and the interval of log lines until they are open.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(300);
 const OPEN_NEWS: Duration = Duration::from_secs(10);
 
-/// Time that the HTTP side has for the answers under way, once all else has stopped.
+/// Time that the HTTP side has for the answers under way, after everything else has stopped.
 const HTTP_STOP_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// End of a server that had started.
@@ -105,7 +105,7 @@ fn start(
         .build()
         .context("cannot start threads")?;
     let stop = runtime.block_on(serve(loaded, read, background, cores));
-    // Dropping it would wait for a health check that is stuck.
+    // Dropping the runtime would wait for a health check that is stuck.
     runtime.shutdown_background();
     stop
 }
@@ -120,16 +120,16 @@ async fn serve(
     let config = &loaded.config.clone();
     let mut signals = Signals::new()?;
     let supervisor = Supervisor::of_environment();
-    // The ports first: a process that holds them most likely holds the pool too.
+    // The ports first: a process that uses them most likely has the pool, too.
     let http_socket = match (ensure_free(config).await, bind_http(config).await) {
         (Ok(()), Ok(socket)) => socket,
         (Err(error), Ok(_)) | (Ok(()), Err(error)) => return Err(error),
         (Err(engines), Err(http)) => bail!("{engines:#}\nlmc serve: {http:#}"),
     };
     // The memory of a server that was killed may have to be freed first.
-    supervisor.starting("making the pool", OPEN_TIMEOUT);
+    supervisor.starting("creating the pool", OPEN_TIMEOUT);
     let arena = Arc::new(pool::make(config, cores)?);
-    // Members of it may be among this server's own peers.
+    // Members of the directory may be peers of this server.
     let directory = peers::host_directory(config, &arena).inspect_err(|_| arena.unlink())?;
     let prepared = prepare(config, &arena, &mut signals, &supervisor).await;
     let Opened {
@@ -229,8 +229,8 @@ async fn serve(
         signal = signals.first() => signal,
         () = pool::lost(&arena) => {
             error!(
-                "the pool was lost: a process cut its shared memory short, or /dev/shm had no page \
-                 for a hole that a process punched; none of it is served or written to disk any more; find the process that writes to {}, and start the server again",
+                "the pool was lost: a process truncated its shared memory, or /dev/shm had no page \
+                 for a hole that a process punched; no chunk of the pool is served or written to disk any more; find the process that writes to {}, and start the server again",
                 arena.shared_name().map_or_else(String::new, |name| name.path().display().to_string())
             );
             "the loss of the pool"
@@ -270,11 +270,11 @@ async fn serve(
                 Stop::Forced
             }
         };
-        // No engine stores any more.
+        // Engines have stopped storing.
         stop_notices.send_replace(true);
         let _ = tokio::join!(notices, close_tiers(&service, deadline));
         stop_http.send_replace(true);
-        // A client that does not read its answer holds nothing up.
+        // With a timeout, so that a client that does not read its answer does not delay the stop.
         let _ = tokio::time::timeout(HTTP_STOP_TIMEOUT, http).await;
         stop
     };
@@ -298,12 +298,12 @@ async fn serve(
     Ok(stop)
 }
 
-/// Warns of what other hosts can reach and nothing protects.
+/// Warns of ports that other hosts can reach and nothing protects.
 fn warn_of_the_network(config: &ServeConfig) {
     let open = |who: &str, host: &str, remedy: &str| {
         warn!(
-            "{who} can reach this server from other hosts ({host}), and nothing here \
-             authenticates them: {remedy}keep the network closed, or listen on 127.0.0.1"
+            "{who} can reach this server from other hosts ({host}), and the server does not \
+             authenticate them: {remedy}restrict access in the network, or listen on 127.0.0.1"
         );
     };
     if !is_loopback(&config.host) {
@@ -311,7 +311,7 @@ fn warn_of_the_network(config: &ServeConfig) {
     }
     let (host, has_token) = (&config.http_host, config.http_token_file.is_some());
     if !is_loopback(host) && !has_token {
-        open("HTTP", host, "set --http-token-file, ");
+        open("HTTP clients", host, "set --http-token-file, ");
     }
     if !is_loopback(host) && has_token && config.http_tls_cert.is_none() {
         warn!("the HTTP token can be read on the network: set --http-tls-cert and --http-tls-key");
@@ -339,7 +339,8 @@ fn kill_timeout(config: &ServeConfig) -> Duration {
     stop_timeout(config) + Duration::from_secs(5)
 }
 
-/// Opens the tiers, aside: a drive may not answer. Where a signal comes first, how it stopped.
+/// Opens the tiers on a thread of its own, because a drive may not answer. Returns how the server stopped
+/// if a signal comes first.
 async fn prepare(
     config: &ServeConfig,
     arena: &Arc<Arena>,
@@ -365,13 +366,13 @@ async fn prepare(
         let waited = begun.elapsed();
         if waited >= OPEN_TIMEOUT {
             bail!(
-                "the disk tier did not open within {}: look whether its drives answer, or leave \
-                 --disk out",
+                "the disk tier did not open within {}: check whether its drives answer, or start \
+                 without --disk",
                 human_duration(OPEN_TIMEOUT)
             );
         }
         let news = format!(
-            "opening the disk tier takes {:.0} s so far",
+            "opening the disk tier has taken {:.0} s so far",
             waited.as_secs_f64()
         );
         info!("{news}");
@@ -407,20 +408,20 @@ async fn close_tiers(service: &Service, deadline: Instant) {
     }
     if report.late + report.declined + report.write_failed > 0 {
         warn!(
-            "chunks that lower tiers lack: {} for lack of time, {} declined, {} failed writes",
+            "chunks not written to lower tiers: {} for lack of time, {} declined, {} failed writes",
             report.late, report.declined, report.write_failed
         );
     }
 }
 
-/// Asks the engines' own socket, and for the state behind it, without which a server may yet serve.
+/// Asks the engines' own socket, and the state behind it. A server may serve although its state is not known.
 async fn condition(probe: &Probe) -> Result<&'static str, String> {
     probe.engines().await?;
     let status = probe.status().await;
     Ok(status.map_or("its state is not known", |status| http::condition(&status)))
 }
 
-/// Says when the pool is all there, or why it will not be.
+/// Logs when all memory of the pool is present, or why it will not be.
 async fn watch_prefault(arena: Arc<Arena>, mut stopped: watch::Receiver<bool>) {
     let started = Instant::now();
     let mut every = tokio::time::interval(Duration::from_millis(250));
@@ -465,7 +466,7 @@ async fn tick(
             _ = every.tick() => {}
             _ = stopped.wait_for(|&stop| stop) => return,
         }
-        // It may read files of /proc.
+        // A tick may read files of /proc.
         let (service, background) = (service.clone(), background.clone());
         let ticked = tokio::task::spawn_blocking(move || {
             service.tick(Instant::now());
@@ -479,7 +480,7 @@ async fn tick(
     }
 }
 
-/// Reads the settings again at each signal for it.
+/// Reads the settings again at each such signal.
 async fn reload_on_signal(
     reload: Arc<Reload>,
     signal: Arc<Notify>,
@@ -494,14 +495,14 @@ async fn reload_on_signal(
         let read = tokio::task::spawn_blocking(move || reload.now()).await;
         match read {
             Ok(Ok(_)) => {}
-            Ok(Err(error)) => warn!("settings stay as they are: {}", error_text(&error)),
-            Err(error) => warn!(%error, "settings stay as they are"),
+            Ok(Err(error)) => warn!("settings not reloaded; the old ones stay in effect: {}", error_text(&error)),
+            Err(error) => warn!(%error, "settings not reloaded; the old ones stay in effect"),
         }
     }
 }
 
-/// Returns once there was no connection for this long. `connections` returns those that are open, and
-/// the number of all since the start: one that was open for a moment counts as well.
+/// Returns once there was no connection for this long. `connections` returns the number of open connections
+/// and the number of all since the start, so that a connection between two checks counts as well.
 async fn unused(connections: impl Fn() -> (u64, u64), limit: Option<Duration>) {
     let Some(limit) = limit else {
         return std::future::pending().await;
@@ -530,7 +531,7 @@ async fn bind_http(config: &ServeConfig) -> Result<TcpListener> {
     })
 }
 
-/// Fails early, and with the better text, when another server has the port.
+/// Fails early, with a better error text, when another server has the port.
 async fn ensure_free(config: &ServeConfig) -> Result<()> {
     if config.port == 0 {
         return Ok(());
@@ -546,13 +547,13 @@ async fn ensure_free(config: &ServeConfig) -> Result<()> {
 /// Names the process that holds a port, and the remedy.
 fn occupied(error: &std::io::Error, port: u16, flag: &str) -> String {
     if error.kind() != ErrorKind::AddrInUse {
-        return format!("port {port} cannot be opened: check {flag} and the host beside it");
+        return format!("port {port} cannot be opened: check {flag} and the host setting next to it");
     }
     match occupant::of_port(port) {
         Some(holder) => {
             format!("port {port} is held by {holder}: stop it, or choose another {flag}")
         }
-        None => format!("port {port} is taken: stop what listens there, or choose another {flag}"),
+        None => format!("port {port} is in use: stop the process that listens there, or choose another {flag}"),
     }
 }
 
@@ -578,8 +579,8 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     if let Some(peers) = config.peers() {
         engine.pending_timeout = peers.pending_timeout;
     }
-    // Before anything that may serve chunks, or asks others for theirs: the state file, then the
-    // drives, which may know of more.
+    // First the state file, then the drives, which may know more clears. Only then may tiers serve
+    // chunks or ask other servers.
     let clears = state::open_clears(config)?;
     let host = EngineHost::new(clears.clone());
     engine.host = Some(host.clone());
@@ -659,7 +660,7 @@ fn service_config(config: &ServeConfig) -> Result<ServiceConfig> {
     Ok(service)
 }
 
-/// Logs the chosen settings in a few lines.
+/// Logs the most important settings in a few lines.
 fn summary(config: &ServeConfig, service: &Service, arena: &Arena) {
     let report = arena.report();
     let backing = match arena.shared_name() {
@@ -703,7 +704,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_server_ends_once_it_had_no_connection_for_long_enough() {
+    async fn a_server_ends_after_the_limit_without_a_connection() {
         let counts = Mutex::new((1, 1));
         let limit = Some(Duration::from_secs(600));
         let mut unused = std::pin::pin!(unused(|| *counts.lock(), limit));
@@ -714,7 +715,7 @@ mod tests {
         assert!(!ends_within(&mut unused, 1_000).await, "one is open");
         *counts.lock() = (0, 1);
         assert!(!ends_within(&mut unused, 595).await);
-        // It was open between two looks.
+        // A connection was open between two checks.
         *counts.lock() = (0, 2);
         assert!(!ends_within(&mut unused, 595).await);
         assert!(ends_within(&mut unused, 10).await);

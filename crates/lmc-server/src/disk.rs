@@ -1,4 +1,4 @@
-//! The disk tier as the configuration asks for it.
+//! Opens the disk tier of the configuration.
 
 use std::sync::Arc;
 
@@ -10,13 +10,14 @@ use tracing::{info, warn};
 
 use crate::config::{DiskSettings, LEAST_DRIVE, PoolSize, ServeConfig, human_bytes};
 
-/// Bytes that may be on their way to the drives, so that a drive that stalls leaves most of the pool to
-/// others. All of them may be for one drive, so that no drive refuses what was let in.
+/// Returns the limit on the bytes that are being written to the drives, so that a stalled drive leaves
+/// most of the pool free. All of these bytes may be for one drive, so that no drive refuses an admitted
+/// write.
 pub(crate) fn max_writing(pool: u64) -> u64 {
     (pool / 8).min(1 << 30)
 }
 
-/// Opens the tier after the host's clears, and says what was found.
+/// Opens the tier with the host's clears, and logs what it holds.
 pub(crate) fn open(
     config: &ServeConfig,
     disk: &DiskSettings,
@@ -55,8 +56,8 @@ pub(crate) fn open(
     );
     for other in tier.unreachable() {
         warn!(
-            "disk: {} chunks ({}) were stored with {} and cannot be hit with {}: start with those \
-             settings again, or let new chunks replace them (`lmc clear` removes all at once)",
+            "disk: {} chunks ({}) were stored with {} and cannot be hit with {}: start with the old \
+             settings again, or let new chunks replace the old chunks (`lmc clear` removes all chunks at once)",
             other.chunks,
             human_bytes(other.bytes),
             other.settings,
@@ -79,8 +80,8 @@ fn key_settings(config: &ServeConfig) -> String {
     )
 }
 
-/// Half of what is free, the same on each drive, so that the smallest decides. What the folders
-/// hold already counts as free.
+/// Returns half of the free space, with the same size on each drive, so that the smallest drive decides.
+/// Space that the drives' own files use counts as free.
 fn auto_size(disk: &DiskSettings) -> Result<u64> {
     let mut least = u64::MAX;
     for path in &disk.folders {
@@ -90,13 +91,13 @@ fn auto_size(disk: &DiskSettings) -> Result<u64> {
     }
     if least < LEAST_DRIVE {
         bail!(
-            "--disk-size auto: less than {} are free beside --disk-keep-free {}; free some, or \
-             set --disk-size",
+            "--disk-size auto: expected at least {} of free space in addition to --disk-keep-free {}; \
+             free some space, or set --disk-size",
             human_bytes(2 * LEAST_DRIVE),
             human_bytes(disk.keep_free)
         );
     }
     let size = least * disk.folders.len() as u64;
-    info!("disk: {}, half of what is free", human_bytes(size));
+    info!("disk: {}, half of the free space", human_bytes(size));
     Ok(size)
 }

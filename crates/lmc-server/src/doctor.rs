@@ -1,5 +1,5 @@
-//! `lmc doctor`: looks at this host as `lmc serve` would find it with the same settings, and says what
-//! to change. It changes nothing.
+//! `lmc doctor`: checks this host for `lmc serve` with the same settings, and says what to change. It changes
+//! nothing itself.
 
 mod checks;
 
@@ -12,20 +12,20 @@ use crate::config::Loaded;
 use crate::stdout::{out, outln};
 
 pub(crate) const HELP: &str = "\
-Takes the settings of `lmc serve`, from the same flags, variables and file. A problem keeps the server
-from starting, or from what the settings ask for; with a warning it works less well. Exit code 1 where
-there is a problem.
+Reads the settings of `lmc serve` from the same flags, variables and file. With a problem the server does
+not start, or does not do what the settings ask for; with a warning it works less well. The exit code is
+1 if there is a problem.
 
 Examples:
   lmc doctor                             this host, with the default settings
-  lmc doctor --config /etc/lmc/lmc.toml  as the service finds it; run it as the user of the service";
+  lmc doctor --config /etc/lmc/lmc.toml  with the service's settings; run it as the service's user";
 
 /// Judgement of one property of the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Verdict {
     /// Nothing to change.
     Ok,
-    /// The server works, and would work better.
+    /// The server works, but would work better with a change.
     Warning,
     /// The server does not start, or does not do what the settings ask for.
     Problem,
@@ -49,7 +49,7 @@ struct Finding {
     verdict: Verdict,
     /// State of the property.
     found: String,
-    /// Change that helps; empty for what is well, and where `found` names it.
+    /// Change that helps; empty if nothing is to be changed, or if `found` already names it.
     remedy: String,
 }
 

@@ -1,5 +1,5 @@
-//! Taking a server out of service before it is stopped: it takes no chunks any more, gives what memory
-//! holds to tiers that get only what leaves it, and answers with what it has meanwhile.
+//! Takes a server out of service before it is stopped: it stores no more chunks, writes the chunks in memory
+//! to the tiers with write-back, and answers lookups and reads meanwhile.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tracing::{info, warn};
 
-/// Time between two looks at the stores that had begun before the drain.
+/// Time between two checks of the stores that had begun before the drain.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
 /// The drain of one server. Clones share it.
@@ -21,13 +21,13 @@ pub(crate) struct Drain {
     current: Arc<Mutex<Option<Current>>>,
 }
 
-/// A drain that goes on.
+/// A drain under way.
 #[derive(Debug, Clone)]
 struct Current {
     begun: Instant,
-    /// Chunks that tiers had not taken before.
+    /// Chunks that tiers had not taken before the drain.
     failed_before: u64,
-    /// True once each tier has been given all that it lacks.
+    /// True once each tier has been offered all chunks that it lacks.
     is_offered: Arc<AtomicBool>,
 }
 
@@ -39,7 +39,7 @@ impl Drain {
         }
     }
 
-    /// Begins, unless it has begun.
+    /// Begins a drain, unless one is under way.
     pub(crate) fn begin(&self) {
         let mut current = self.current.lock();
         if current.is_some() {
@@ -55,17 +55,17 @@ impl Drain {
         let thread = thread::Builder::new().name("lmc-drain".to_owned());
         match thread.spawn(move || write_back(&service, &is_offered)) {
             Ok(_) => info!(
-                "draining: no chunks are stored any more, and what memory holds goes to the drives"
+                "draining: no more chunks are stored, and the chunks in memory are written to the tiers with write-back"
             ),
             Err(error) => {
                 // The stop writes back as well.
-                warn!(%error, "draining: no chunks are stored any more; the stop writes what is left");
+                warn!(%error, "draining: no more chunks are stored; the stop writes the chunks in memory to the tiers with write-back");
             }
         }
         *current = Some(new);
     }
 
-    /// Takes chunks again.
+    /// Ends the drain: chunks are stored again.
     pub(crate) fn cancel(&self) {
         if self.current.lock().take().is_some() {
             self.service.engine().end_drain();
@@ -73,10 +73,10 @@ impl Drain {
         }
     }
 
-    /// Returns how far it is.
+    /// Returns the progress of the drain.
     pub(crate) fn state(&self, status: &ServiceStatus) -> Value {
         let current = self.current.lock().clone();
-        // This first: what was under way before it is in the other two.
+        // Read this first: work that was under way before it shows in the other two values.
         let is_offered = |current: &Current| current.is_offered.load(Ordering::Acquire);
         let is_offered = current.as_ref().is_some_and(is_offered);
         let (stores, unwritten) = (
@@ -106,15 +106,15 @@ fn failed(status: &ServiceStatus) -> u64 {
     status.lower.iter().map(failed).sum()
 }
 
-/// Returns the chunks that are being stored since before the drain. Those of connections that have ended do
-/// not count: their workers may never commit them.
+/// Returns the number of chunks whose store began before the drain and has not ended. Chunks of ended
+/// connections do not count: their workers may never commit them.
 fn stores_to_end(service: &Service, status: &ServiceStatus) -> u64 {
     let orphaned = status.transfers.orphaned_store_slots as u64;
     (service.engine().stores_under_way()).saturating_sub(orphaned)
 }
 
-/// Gives the tiers what memory holds, and once more when the stores have ended that had begun before the
-/// drain.
+/// Writes the chunks in memory to the tiers, and writes again after the end of the stores that had begun
+/// before the drain.
 fn write_back(service: &Service, is_offered: &AtomicBool) {
     let engine = service.engine();
     let stored = |status: &ServiceStatus| status.counts.stored_chunks;

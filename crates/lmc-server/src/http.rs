@@ -1,4 +1,4 @@
-//! The HTTP side: health, metrics, status, and what LMCache's own tools ask.
+//! The HTTP side: health, metrics, status, and the paths that LMCache's own tools ask.
 
 pub(crate) mod access;
 pub(crate) mod connections;
@@ -41,21 +41,21 @@ use connections::Bounds;
 use guard::{ConnectionUser, Guard};
 pub(crate) use probe::Probe;
 
-/// Bodies are a few numbers, or LMCache's list of at most 10,000 keys.
+/// Limit on a request's body: bodies are a few numbers, or LMCache's list of at most 10,000 keys.
 const MAX_BODY: usize = 4 << 20;
 /// Connections at a time.
 const MAX_CONNECTIONS: usize = 128;
 /// Longest life of a connection; a client that wants more connects again.
 const LIFE: Duration = Duration::from_secs(300);
-/// Longest time to end a connection: for the answer under way, and for the client to take it.
+/// Longest time to end a connection: to finish the answer under way, and for the client to read it.
 const END_DEADLINE: Duration = Duration::from_secs(12);
 /// Longest time from a request's head to its answer.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(10);
 
-/// Reason for which a server that stops serves no engine and changes nothing.
+/// Reason why a stopping server serves no engine and changes nothing.
 const STOPPING: &str = "the server is stopping";
-/// Reason for which a server that is drained is not ready.
-const DRAINING: &str = "the server is being drained (lmc drain): it stores nothing more";
+/// Reason why a drained server is not ready.
+const DRAINING: &str = "the server is being drained (lmc drain): it stores no more chunks";
 
 /// State that the handlers share.
 #[derive(Debug)]
@@ -66,7 +66,7 @@ pub struct Http {
     probe: Probe,
     /// The settings in effect.
     reload: Arc<Reload>,
-    /// The tier of peers; none where the server has none.
+    /// The tier of peers, if the server has one.
     pub(crate) peers: Option<Arc<P2pBackend>>,
     copy: peers::LastCopy,
     /// The tiers of shared stores, in their order.
@@ -79,17 +79,17 @@ pub struct Http {
     ratio: f64,
     /// The directory that this server hosts.
     pub(crate) directory: Option<Arc<DirectoryHost>>,
-    /// True once the server stops; it answers people until its tiers are closed.
+    /// True once the server stops; it answers HTTP requests until its tiers are closed.
     pub(crate) stopping: Option<watch::Receiver<bool>>,
     changes: Changes,
     drain: Drain,
     history: live::History,
     states: live::LastState,
-    /// Bounds the streams of pages.
+    /// Limits the streams to pages.
     streams: Arc<Semaphore>,
 }
 
-/// Requests that change something, which a stop waits for. Clones share them.
+/// Requests that change something; a stop waits for them. Clones share them.
 #[derive(Debug, Clone)]
 pub(crate) struct Changes(Arc<Semaphore>);
 
@@ -98,7 +98,7 @@ impl Changes {
         Self(Arc::new(Semaphore::new(MAX_CONNECTIONS)))
     }
 
-    /// Waits until those under way are answered. Later ones are refused.
+    /// Waits until the requests under way are answered. Later requests are refused.
     pub(crate) async fn end(&self) {
         let all = u32::try_from(MAX_CONNECTIONS).expect("a small number");
         // An error means that this was called before.
@@ -108,7 +108,7 @@ impl Changes {
 }
 
 impl Http {
-    /// Makes the HTTP side of a service whose engines connect to `engines`.
+    /// Creates the HTTP side of a service whose engines connect to `engines`.
     pub fn new(service: Service, engines: SocketAddr, reload: Arc<Reload>) -> Self {
         let loaded = reload.loaded();
         Self {
@@ -147,7 +147,7 @@ impl Http {
             .is_some_and(|stopping| *stopping.borrow())
     }
 
-    /// Returns what asks the engines' side, as engines do.
+    /// Returns the probe, which asks the engines' side as engines do.
     pub(crate) fn probe(&self) -> &Probe {
         &self.probe
     }
@@ -193,14 +193,14 @@ fn router(http: Arc<Http>) -> Router {
         .with_state(http)
 }
 
-/// A refusal in the words of all of LMCache's tools, which look for one field or the other.
+/// Returns a refusal with the reason in both fields in which LMCache's tools look for it.
 fn refusal(code: StatusCode, text: impl Into<String>) -> Response {
     let text = text.into();
     (code, Json(json!({"error": text, "detail": text}))).into_response()
 }
 
-/// Returns the state of work that an operator ordered, and the reason why it failed. `end`: `None`
-/// while it goes on, which is `doing`.
+/// Returns the state of work that an operator ordered, and the reason if it failed. While `end` is
+/// `None`, the work goes on and the state is `doing`.
 fn state_of<'a>(
     end: &'a Option<Result<(), String>>,
     doing: &'static str,
@@ -212,8 +212,7 @@ fn state_of<'a>(
     }
 }
 
-/// Keeps the pages of other sites and other users' changes out, before anything is done for a
-/// request.
+/// Refuses requests of other sites' pages and changes by other users, before any work is done for them.
 async fn guarded(
     State(http): Shared,
     Extension(user): Extension<ConnectionUser>,
@@ -237,7 +236,7 @@ async fn guarded(
     if request.method().is_safe() {
         return next.run(request).await;
     }
-    // Asked twice: a stop that has begun waits for those under way, and would hold up this one.
+    // Checked twice: a stop that has begun takes all permits, and this request would wait for them.
     let refused = || refusal(StatusCode::SERVICE_UNAVAILABLE, STOPPING);
     if http.is_stopping() {
         return refused();
@@ -260,7 +259,7 @@ async fn within_deadline(request: Request, next: Next) -> Response {
 
 async fn unknown_path(uri: Uri) -> Response {
     let text = format!(
-        "{} is not served here; there are / for a browser, /healthz, /livez, /readyz, /metrics, /status, /peers, /config, \
+        "{} is not served here; the paths are / (for a browser), /healthz, /livez, /readyz, /metrics, /status, /peers, /config, \
          /reload, /drain, /live, /history, /advise, /cache/clear, /quota and /healthcheck",
         uri.path()
     );
@@ -272,7 +271,7 @@ async fn unknown_method(method: Method, uri: Uri) -> Response {
     refusal(StatusCode::METHOD_NOT_ALLOWED, text)
 }
 
-/// `ok`; `degraded` while a tier has a fault; `draining` while nothing is stored.
+/// Returns `ok`, `degraded` while a tier has a fault, or `draining` while no chunks are stored.
 pub(crate) fn condition(status: &ServiceStatus) -> &'static str {
     match status.tiers.iter().any(|tier| tier.fault.is_some()) {
         _ if status.is_draining => "draining",
@@ -295,7 +294,7 @@ async fn reload(State(http): Shared) -> Response {
 
 async fn begin_drain(State(http): Shared) -> Response {
     let drain = http.drain.clone();
-    // It looks at the state of the service, which may wait for locks.
+    // It reads the state of the service, which may wait for locks.
     match tokio::task::spawn_blocking(move || drain.begin()).await {
         Ok(()) => drained(State(http)).await,
         Err(error) => refusal(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()),
@@ -310,7 +309,7 @@ async fn cancel_drain(State(http): Shared) -> Response {
     }
 }
 
-/// Answers how far a drain is.
+/// Answers with the progress of a drain.
 async fn drained(State(http): Shared) -> Response {
     match http.probe.status().await {
         Ok(status) => Json(http.drain.state(&status)).into_response(),
@@ -323,7 +322,7 @@ async fn alive() -> Response {
     Json(json!({"status": "alive"})).into_response()
 }
 
-/// Answers 200 while engines are served, and new ones are welcome.
+/// Answers 200 while engines are served and new engines may connect.
 async fn ready(State(http): Shared) -> Response {
     match served(&http).await {
         Ok(status) if status.is_draining => not_served(("draining", DRAINING.to_owned())),
@@ -332,7 +331,7 @@ async fn ready(State(http): Shared) -> Response {
     }
 }
 
-/// Returns the state of a server that serves engines, or a word and the reason where it does not.
+/// Returns the state of a server that serves engines, or a word and a reason if it does not.
 async fn served(http: &Http) -> Result<ServiceStatus, (&'static str, String)> {
     match http.is_stopping() {
         true => Err(("stopping", STOPPING.to_owned())),
@@ -349,7 +348,7 @@ async fn health(State(http): Shared, Extension(user): Extension<ConnectionUser>)
     match served(&http).await {
         Ok(status) => {
             let mut body = json!({"status": condition(&status)});
-            // Faults name paths and addresses, and requests without the token are answered here.
+            // Faults name paths and addresses, and this path also answers requests without the token.
             if http.access.now().token.is_none() || user.0 == Ok(Trust::User) {
                 body["tiers"] = json!(status.tiers);
             }

@@ -11,16 +11,16 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use serde_json::Value;
 
-/// Time after which a connection to an engine that is not used is closed. vLLM closes it after 5 s,
+/// Time after which an idle connection to an engine is closed. vLLM closes idle connections after 5 s,
 /// and a request that is sent at that moment fails.
 const POOL_IDLE: Duration = Duration::from_secs(2);
 /// Longest time to connect to an engine.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 
-/// Bytes of an answer to a post, at most.
+/// Limit on the bytes of an answer to a POST.
 const MAX_ANSWER: usize = 64 << 10;
 
-/// Returns a client for engines, and for others that close idle connections as they do.
+/// Returns a client for engines, and for other servers that close idle connections.
 pub(crate) fn http_client() -> Client<HttpConnector, Body> {
     let mut connector = HttpConnector::new();
     connector.set_connect_timeout(Some(CONNECT_DEADLINE));
@@ -31,7 +31,7 @@ pub(crate) fn http_client() -> Client<HttpConnector, Body> {
         .build(connector)
 }
 
-/// Posts JSON. Returns the status of the answer, and the body of one that is a success and short.
+/// Posts JSON. Returns the status of the answer, and its body if the answer is a short success.
 pub(crate) async fn post_json(
     client: &Client<HttpConnector, Body>,
     url: &Uri,
@@ -45,7 +45,7 @@ pub(crate) async fn post_json(
     if !status.is_success() {
         return Ok((status, Bytes::new()));
     }
-    // Read, so that the connection can be used again.
+    // The body is read so that the connection can be used again.
     let body = to_bytes(Body::new(answer.into_body()), MAX_ANSWER).await;
     Ok((status, body.unwrap_or_default()))
 }

@@ -1,4 +1,4 @@
-//! A filter of spaces that the service decides, which is made after the tiers.
+//! A filter of spaces for tiers. The service decides it, and the service is created after the tiers.
 
 use std::sync::{Arc, OnceLock};
 
@@ -12,7 +12,7 @@ type Picks = Box<dyn Fn(SpaceId) -> bool + Send + Sync>;
 pub(crate) struct LateFilter(Arc<OnceLock<Picks>>);
 
 impl LateFilter {
-    /// Picks the spaces for which `picks` is true from now on. It is called once.
+    /// Picks from now on the spaces for which `picks` returns true. To be called once.
     pub(crate) fn decide(&self, picks: impl Fn(SpaceId) -> bool + Send + Sync + 'static) {
         let _ = self.0.set(Box::new(picks));
     }

@@ -1,10 +1,10 @@
 //! The `lmc` daemon and its command-line tools, as a library so that tests can run them.
 //!
 //! [`cli`] reads the command line, [`config`] merges flags, variables and file, `daemon`
-//! starts and stops everything, [`http`] answers people, scrapers and LMCache's own tools.
-//! The operations of the protocol are carried out in `lmc-vllm-adapter`.
+//! starts and stops everything, [`http`] answers browsers, scrapers and LMCache's own tools.
+//! `lmc-vllm-adapter` carries out the operations of the protocol.
 
-// `println!` panics when its reader has read enough.
+// `println!` panics when the reader of a pipe has closed it.
 #![deny(clippy::print_stdout)]
 
 mod bars;

@@ -1,9 +1,9 @@
-//! Limits of this process.
+//! Resource limits of this process.
 
 use rustix::process::{Resource, getrlimit, setrlimit};
 
-/// Raises a limit to the most that the system lets this process have. Where it cannot be raised, code
-/// that needs more says so when it meets the limit.
+/// Raises a limit to the maximum that the system allows this process. If that fails, code that needs more
+/// reports an error when it reaches the limit.
 pub(crate) fn raise(resource: Resource) {
     let mut limit = getrlimit(resource);
     limit.current = limit.maximum;

@@ -1,11 +1,11 @@
 //! Log lines on stderr, as text or JSON.
 //!
-//! **Invariant:** an event is one line, whatever is in it. Names and ids come from peers, and from
-//! the users of those peers; none of them can end a line and begin a false one, or send a terminal
-//! a command. This is the only way to stderr for events of all crates.
+//! **Invariant:** an event is one line, whatever it contains. Names and ids come from clients, peers and
+//! their users; no name can end a line and begin a false one, or send a command to a terminal. Events of
+//! all crates reach stderr only through this module.
 //!
-//! **Invariant:** no thread of the server waits for stderr, which may be a pipe without a reader.
-//! One thread of its own writes the lines, see [`queue`].
+//! **Invariant:** no thread of the server waits for stderr, which may be a pipe without a reader. A
+//! separate thread writes the lines, see [`queue`].
 
 mod queue;
 
@@ -26,10 +26,10 @@ use queue::{LineQueue, LineWriter};
 static QUEUE: LineQueue = LineQueue::new();
 /// Replaces the filter of the subscriber.
 static FILTER: OnceLock<Box<dyn Fn(EnvFilter) + Send + Sync>> = OnceLock::new();
-/// Longest time that the end of the process waits for its last lines.
+/// Longest time that the process waits at its end for its last lines to be written.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Sends events to stderr from here on.
+/// Sends events to stderr from now on.
 ///
 /// # Errors
 /// An I/O error if the thread that writes lines cannot be started.
@@ -39,9 +39,9 @@ pub(crate) fn to_stderr(level: &str, format: LogFormat) -> io::Result<()> {
         .spawn(|| QUEUE.write_to(io::stderr()))?;
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter(level))
-        // It would panic where stderr is closed: at the end of an ssh session, of a pipe's reader.
+        // With it, the subscriber would panic if stderr is closed, as at the end of an ssh session.
         .log_internal_errors(false);
-    // Another subscriber is there only in tests, and serves as well.
+    // Only tests have another subscriber, which serves as well.
     let replace: Box<dyn Fn(EnvFilter) + Send + Sync> = match format {
         LogFormat::Text => {
             let lines = lines
@@ -69,7 +69,7 @@ pub(crate) fn to_stderr(level: &str, format: LogFormat) -> io::Result<()> {
     Ok(())
 }
 
-/// Changes the level from here on.
+/// Changes the level from now on.
 pub(crate) fn set_level(level: &str) {
     if let Some(replace) = FILTER.get() {
         replace(filter(level));
@@ -80,23 +80,23 @@ fn filter(level: &str) -> EnvFilter {
     EnvFilter::try_new(filter_of(level)).unwrap_or_else(|_| EnvFilter::new("info"))
 }
 
-/// Prints a line that is no event.
+/// Prints a line that is not an event.
 pub(crate) fn print(text: &str) {
     QUEUE.push(format!("{text}\n").as_bytes());
 }
 
-/// Waits for the lines so far to be written, for [`FLUSH_TIMEOUT`] at most. Belongs before every
-/// end of the process.
+/// Waits until the lines so far are written, at most [`FLUSH_TIMEOUT`]. Must be called before every end of
+/// the process.
 pub(crate) fn flush() {
     QUEUE.flush(FLUSH_TIMEOUT);
 }
 
-/// Log lines that were not written since the start.
+/// Returns the number of log lines since the start that were not written.
 pub(crate) fn dropped_lines() -> u64 {
     QUEUE.dropped()
 }
 
-/// Message and fields of a text line.
+/// Formats the message and the fields of a text line, without control characters.
 struct PrintableFields;
 
 impl<'writer> FormatFields<'writer> for PrintableFields {
@@ -111,8 +111,8 @@ impl<'writer> FormatFields<'writer> for PrintableFields {
     }
 }
 
-/// A writer of whole JSON lines. JSON escapes what ends a line, and leaves other control characters
-/// that terminals obey.
+/// A writer of whole JSON lines. JSON escapes line ends, but not all other control characters that
+/// terminals obey.
 struct PrintableLine<W>(W);
 
 impl<W: Write> Write for PrintableLine<W> {

@@ -1,5 +1,5 @@
-//! Warns of chunks that lower tiers lose or do not give back. Stores and lookups succeed without
-//! them, so no client reports them.
+//! Warns of chunks that lower tiers lose or do not return. Stores and lookups succeed without these
+//! chunks, so no client reports them.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ const PEERS: &str = "peers";
 /// Shortest time between two warnings.
 const WARN_EVERY: Duration = Duration::from_secs(60);
 
-/// Chunks that a tier has lost or did not give back.
+/// Chunks that a tier has lost or did not return.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Losses {
     dropped: u64,
@@ -24,7 +24,7 @@ struct Losses {
     promote_failed: u64,
 }
 
-/// Warns until `stopped` turns true: of the first loss at once, of later ones once a minute.
+/// Warns until `stopped` turns true: of the first loss at once, of later losses once a minute.
 pub(crate) async fn watch(service: Service, mut stopped: watch::Receiver<bool>) {
     if !service.engine().has_lower_tiers() {
         return;
@@ -42,7 +42,7 @@ pub(crate) async fn watch(service: Service, mut stopped: watch::Receiver<bool>) 
     }
 }
 
-/// Losses that were logged, and the time of the last warning.
+/// The logged losses, and the time of the last warning.
 #[derive(Default)]
 struct News {
     reported: Vec<Losses>,
@@ -50,7 +50,7 @@ struct News {
 }
 
 impl News {
-    /// The tiers that have lost chunks since the last warning, when there may be another.
+    /// Returns the tiers that have lost chunks since the last warning, if another warning is due.
     fn of(&mut self, tiers: &[LowerStatus], now: Instant) -> Vec<(String, Losses)> {
         if self.last.is_some_and(|last| now < last + WARN_EVERY) {
             return Vec::new();
@@ -75,7 +75,7 @@ impl News {
     }
 }
 
-/// A loss of chunks, with what an operator can do.
+/// A loss of chunks, with its remedy.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Warning {
     Dropped,
@@ -102,16 +102,16 @@ impl Warning {
     fn text(self) -> &'static str {
         match self {
             Self::Dropped => {
-                "chunks were not written to a lower tier, and will be misses once the nearer tiers evict them: they come faster than it writes; write less with --disk-admit, --remote-admit or --remote-salts, or add drives"
+                "chunks were not written to a lower tier because they arrive faster than the tier writes; they will be misses once the nearer tiers evict them; write less with --disk-admit, --remote-admit or --remote-salts, or add drives"
             }
             Self::WriteFailed => {
-                "chunks could not be written to a lower tier, and will be misses once memory evicts them: GET /status says what is wrong with it"
+                "chunks could not be written to a lower tier, and will be misses once memory evicts them: GET /status shows the tier's fault"
             }
             Self::ReadFailed => {
-                "chunks could not be read from a lower tier, and are recomputed: GET /status says what is wrong with it"
+                "chunks could not be read from a lower tier, and are recomputed: GET /status shows the tier's fault"
             }
             Self::PeerReadFailed => {
-                "chunks could not be read from a peer, and are recomputed: `lmc peers` shows which peer failed and why, and docs/p2p.md what to do"
+                "chunks could not be read from a peer, and are recomputed: `lmc peers` shows which peer failed and why, and docs/p2p.md says what to do"
             }
         }
     }
@@ -127,7 +127,7 @@ fn warn_of(tier: &str, losses: Losses) {
 mod tests {
     use super::*;
 
-    /// Until f2c35f9 no line of the log said that 752 of 2,352 chunks never reached the disk.
+    /// Until f2c35f9 no log line reported that 752 of 2,352 chunks never reached the disk.
     #[test]
     fn the_first_loss_is_reported_at_once_and_later_ones_together() {
         let mut disk = LowerStatus::default();
@@ -161,7 +161,7 @@ mod tests {
         assert_eq!(look(&disk, 201), Some(read_failed));
     }
 
-    /// Reads that a peer's death cut off were once warned of as chunks that a drive had lost.
+    /// Reads that failed at a peer's death were once reported as chunks that a drive had lost.
     #[test]
     fn failed_reads_are_not_failed_writes_and_those_of_peers_are_named() {
         let losses = Losses {
@@ -175,9 +175,9 @@ mod tests {
         assert_eq!(of(PEERS), [write_failed, (Warning::PeerReadFailed, 3)]);
     }
 
-    /// Operators were advised to add drives to a shared store, and to nothing else.
+    /// For a shared store, the only remedy in the log once was to add drives.
     #[test]
-    fn what_was_dropped_has_a_remedy_for_each_kind_of_tier() {
+    fn dropped_chunks_have_a_remedy_for_each_kind_of_tier() {
         let losses = Losses {
             dropped: 1,
             ..Losses::default()

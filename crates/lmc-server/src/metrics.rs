@@ -1,9 +1,9 @@
 //! The `/metrics` page: every name in one table, which `docs/metrics.md` repeats.
 //!
-//! Names of LMCache's MP server stand where the meaning is the same, so that dashboards keep
-//! working; everything else begins with `lmc_`. LMCache's names are those that its Prometheus
-//! exporter makes of `lmcache_mp.lookups` and the like: the unit goes behind the name, `_total`
-//! behind that. Durations and speeds come from completed operations only.
+//! Metrics have the names of LMCache's MP server where the meaning is the same, so that dashboards keep
+//! working; all other names begin with `lmc_`. LMCache's names have the form that its Prometheus exporter
+//! gives to `lmcache_mp.lookups` and the like: the unit follows the name, then `_total`. Durations and
+//! speeds come from completed operations only.
 
 use std::fmt::Write;
 
@@ -41,11 +41,11 @@ metrics! {
     "lmcache_mp_lookup_early_exit_requests_total{reason=\"no_gpu_context\"}" counter "Lookups for a model that no engine has registered." = |s| s.counts.lookups_unregistered;
     "lmcache_mp_lookup_requested_tokens_total" counter "Tokens of whole chunks that lookups asked for." = |s| s.counts.lookup_tokens;
     "lmcache_mp_lookup_hit_tokens_total" counter "Tokens that lookups found, in any tier. Engines need not retrieve them: see lmc_retrieved_tokens_total." = |s| s.counts.hit_tokens;
-    "lmcache_mp_lookup_hit_l1_tokens_total" counter "Tokens that lookups found and memory had on its own." = |s| s.counts.hit_tokens_dram;
-    "lmcache_mp_lookup_hit_l2_tokens_total" counter "Tokens that lookups found and lower tiers added to what memory had." = |s| s.counts.hit_tokens_lower;
+    "lmcache_mp_lookup_hit_l1_tokens_total" counter "Tokens that lookups found in memory." = |s| s.counts.hit_tokens_dram;
+    "lmcache_mp_lookup_hit_l2_tokens_total" counter "Tokens that lookups found in lower tiers, in addition to those in memory." = |s| s.counts.hit_tokens_lower;
     "lmc_tail_hit_tokens_total" counter "Tokens of tails, the blocks after a prompt's last whole chunk, that lookups of lmc's own connector found. Not in lmcache_mp_lookup_hit_tokens_total." = |s| s.counts.hit_tokens_tail;
     "lmc_tail_retrieved_tokens_total" counter "Tokens of tails that engines retrieved. Not in lmc_retrieved_tokens_total." = |s| s.counts.retrieved_tokens_tail;
-    "lmc_lookup_missed_tokens_total{reason=\"never_stored\"}" counter "Tokens of whole chunks that lookups did not find, by the reason of the first chunk that was missing: docs/vllm.md has the reasons, and says which are probable. The sum is what was requested and not found, without lookups that ended before their answer." = |s| s.counts.missed_never_stored;
+    "lmc_lookup_missed_tokens_total{reason=\"never_stored\"}" counter "Tokens of whole chunks that lookups did not find, by the reason why the first missing chunk was missing. docs/vllm.md explains the reasons, and says which are probable. The sum is the requested tokens that were not found, without lookups that ended before their answer." = |s| s.counts.missed_never_stored;
     "lmc_lookup_missed_tokens_total{reason=\"evicted\"}" counter "" = |s| s.counts.missed_evicted;
     "lmc_lookup_missed_tokens_total{reason=\"cleared\"}" counter "" = |s| s.counts.missed_cleared;
     "lmc_lookup_missed_tokens_total{reason=\"removed\"}" counter "" = |s| s.counts.missed_removed;
@@ -58,97 +58,97 @@ metrics! {
     "lmc_lookup_missed_tokens_total{reason=\"limit\"}" counter "" = |s| s.counts.missed_limit;
     "lmc_lookup_missed_tokens_total{reason=\"recompute\"}" counter "" = |s| s.counts.missed_recompute;
     "lmc_lookup_tail_tokens_total" counter "Tokens after the last whole chunks of prompts, which the stock connector cannot cache. Neither in lmcache_mp_lookup_requested_tokens_total nor in lmc_lookup_missed_tokens_total." = |s| s.counts.lookup_tail_tokens;
-    "lmc_retrieved_tokens_total" counter "Tokens of chunks that engines retrieved: hits. Each is counted once, however many workers an engine has." = |s| s.counts.retrieved_tokens;
-    "lmcache_mp_l1_read_chunks_total" counter "Chunks read from memory: by engines, and to copy them to lower tiers." = |s| s.counts.retrieved_chunks + s.lower.iter().map(|tier| tier.written).sum::<u64>();
-    "lmcache_mp_l1_write_chunks_total" counter "Chunks written to memory: by engines, and promoted from lower tiers." = |s| s.counts.stored_chunks + s.lower.iter().map(|tier| tier.promoted).sum::<u64>();
+    "lmc_retrieved_tokens_total" counter "Tokens of chunks that engines retrieved: hits. Each token is counted once, however many workers an engine has." = |s| s.counts.retrieved_tokens;
+    "lmcache_mp_l1_read_chunks_total" counter "Chunks read from memory by engines, and for copies to lower tiers." = |s| s.counts.retrieved_chunks + s.lower.iter().map(|tier| tier.written).sum::<u64>();
+    "lmcache_mp_l1_write_chunks_total" counter "Chunks written to memory by engines, and by promotion from lower tiers." = |s| s.counts.stored_chunks + s.lower.iter().map(|tier| tier.promoted).sum::<u64>();
     "lmcache_mp_num_chunks_loaded_total" counter "Chunks loaded into engines." = |s| s.counts.retrieved_chunks;
-    "lmcache_mp_l1_memory_usage_bytes" gauge "Bytes of the pool that are taken." = |s| s.usage.used_bytes;
-    "lmcache_mp_l1_usage_ratio" gauge "Share of the pool that is taken." = |s| s.usage.used_bytes as f64 / (s.usage.pool_bytes as f64).max(1.0);
+    "lmcache_mp_l1_memory_usage_bytes" gauge "Bytes of the pool that are in use." = |s| s.usage.used_bytes;
+    "lmcache_mp_l1_usage_ratio" gauge "Share of the pool that is in use." = |s| s.usage.used_bytes as f64 / (s.usage.pool_bytes as f64).max(1.0);
     "lmcache_mp_l1_evicted_chunks_total" counter "Chunks evicted." = |s| s.engine.evicted_room + s.engine.evicted_quota + s.engine.evicted_watermark;
-    "lmcache_mp_l1_allocation_failure_chunks_total{during=\"l1_store\"}" counter "Chunks that no pool memory could be reserved for." = |s| s.counts.chunks_no_room;
-    "lmcache_mp_num_finished_stores_total" counter "Stores that ended, well or not." = |s| s.counts.stores + s.counts.stores_failed;
-    "lmcache_mp_num_finished_retrieves_total" counter "Retrieves that ended, well or not." = |s| s.counts.retrieves + s.counts.retrieves_missed;
+    "lmcache_mp_l1_allocation_failure_chunks_total{during=\"l1_store\"}" counter "Chunks not stored because no pool memory could be reserved for them." = |s| s.counts.chunks_no_room;
+    "lmcache_mp_num_finished_stores_total" counter "Stores that ended, with or without success." = |s| s.counts.stores + s.counts.stores_failed;
+    "lmcache_mp_num_finished_retrieves_total" counter "Retrieves that ended, with or without success." = |s| s.counts.retrieves + s.counts.retrieves_missed;
     "lmcache_mp_l1_eviction_loop_ticks_total" counter "Checks of the pool's watermark." = |s| s.engine.watermark_checks;
     "lmcache_mp_l1_eviction_loop_triggered_total" counter "Checks of the pool's watermark that evicted chunks." = |s| s.engine.watermark_evictions;
     "lmcache_mp_l2_store_submitted_requests_total" counter "Batches of chunks that lower tiers were given to write." = |s| of_tiers(s, |tier| tier.write_batches);
     "lmcache_mp_l2_store_submitted_objects_chunks_total" counter "Chunks that lower tiers were given to write." = |s| of_tiers(s, |tier| tier.write_given);
     "lmcache_mp_l2_store_completed_objects_chunks_total" counter "Chunks that lower tiers have written." = |s| of_tiers(s, |tier| tier.written);
-    "lmcache_mp_l2_prefetch_lookup_requests_total" counter "Lookups that did not find all chunks in memory and went on in lower tiers." = |s| s.engine.lower_lookups;
+    "lmcache_mp_l2_prefetch_lookup_requests_total" counter "Lookups that did not find all chunks in memory and continued in lower tiers." = |s| s.engine.lower_lookups;
     "lmcache_mp_l2_prefetch_lookup_objects_chunks_total" counter "Chunks that lookups asked lower tiers for, counted for each rank." = |s| s.engine.lower_lookup_chunks;
     "lmcache_mp_l2_prefetch_load_submitted_requests_total" counter "Batches of chunks that lower tiers were asked to read." = |s| of_tiers(s, |tier| tier.promote_batches);
     "lmcache_mp_l2_prefetch_load_submitted_objects_chunks_total" counter "Chunks that lower tiers were asked to read." = |s| of_tiers(s, |tier| tier.promote_asked);
     "lmcache_mp_l2_prefetch_load_completed_chunks_total" counter "Chunks that were read from lower tiers." = |s| of_tiers(s, |tier| tier.promoted);
-    "lmcache_mp_l2_prefetch_failure_chunks_total{reason=\"not_found\"}" counter "Chunks that lower tiers were said to have and that were not read, by reason: the tier did not have the chunk, or the read failed or was late." = |s| of_tiers(s, |tier| tier.promote_missed);
+    "lmcache_mp_l2_prefetch_failure_chunks_total{reason=\"not_found\"}" counter "Chunks that were expected in a lower tier and were not read, by reason: the tier did not have the chunk, or the read failed or was late." = |s| of_tiers(s, |tier| tier.promote_missed);
     "lmcache_mp_l2_prefetch_failure_chunks_total{reason=\"failed\"}" counter "" = |s| of_tiers(s, |tier| tier.promote_failed);
     "lmcache_mp_active_prefetch_jobs" gauge "Lookups whose chunks are being promoted." = |s| s.sessions.promoting;
     "lmcache_mp_kv_events_log_depth" gauge "Events kept for subscribers." = |s| s.events.depth;
     "lmc_uptime_seconds" gauge "Seconds since the start." = |s| s.uptime_seconds;
     "lmc_pool_bytes" gauge "Bytes of the pool." = |s| s.usage.pool_bytes;
-    "lmc_pool_prefaulted_bytes" gauge "Bytes of the memory pool that are backed by physical memory." = |s| s.usage.prefaulted_bytes;
-    "lmc_pool_largest_free_bytes" gauge "Longest run of free bytes." = |s| s.usage.largest_free_bytes;
+    "lmc_pool_prefaulted_bytes" gauge "Bytes of the pool that are backed by physical memory." = |s| s.usage.prefaulted_bytes;
+    "lmc_pool_largest_free_bytes" gauge "Longest run of free bytes in the pool." = |s| s.usage.largest_free_bytes;
     "lmc_chunks" gauge "Chunks that can be found." = |s| s.usage.chunks;
     "lmc_chunk_bytes" gauge "Bytes of chunks that can be found." = |s| s.usage.chunk_bytes;
-    "lmc_leases" gauge "Leases of chunks in memory that are held now." = |s| s.usage.leases;
+    "lmc_leases" gauge "Leases of chunks in memory." = |s| s.usage.leases;
     "lmc_pinned_chunks" gauge "Chunks pinned in memory." = |s| s.usage.pinned;
     "lmc_reserved_slots" gauge "Slots reserved and not committed." = |s| s.usage.reserved_slots;
-    "lmc_quarantined_slots" gauge "Slots that something may still be writing to after a failure." = |s| s.usage.quarantined_slots;
-    "lmc_pool_withheld_bytes" gauge "Bytes of the pool that the system has no memory for: /dev/shm is full." = |s| s.usage.withheld_bytes;
-    "lmc_faulty_tiers" gauge "Tiers that are not all well; GET /status says why." = |s| s.tiers.iter().filter(|tier| tier.fault.is_some()).count();
-    "lmc_draining" gauge "1 while the server is drained and stores nothing, else 0." = |s| u64::from(s.is_draining);
+    "lmc_quarantined_slots" gauge "Slots to which a failed copy may still be writing." = |s| s.usage.quarantined_slots;
+    "lmc_pool_withheld_bytes" gauge "Bytes of the pool for which the system has no memory, because /dev/shm is full." = |s| s.usage.withheld_bytes;
+    "lmc_faulty_tiers" gauge "Tiers with a fault, which GET /status names." = |s| s.tiers.iter().filter(|tier| tier.fault.is_some()).count();
+    "lmc_draining" gauge "1 while the server is drained and stores no chunks, else 0." = |s| u64::from(s.is_draining);
     "lmc_sessions" gauge "Requests under way." = |s| s.sessions.sessions;
     "lmc_workers" gauge "Workers registered." = |s| s.instances.len();
     "lmc_pending_stores" gauge "Stores prepared and not committed." = |s| s.transfers.stores;
     "lmc_pending_retrieves" gauge "Retrieves prepared and not committed." = |s| s.transfers.retrieves;
-    "lmc_orphaned_transfers" gauge "Transfers of either kind whose connection has ended; their slots are held." = |s| s.transfers.orphaned;
-    "lmc_overdue_transfers" gauge "Transfers of either kind that are older than their deadline." = |s| s.transfers.overdue;
-    "lmc_stores_total" counter "Stores that ended well." = |s| s.counts.stores;
-    "lmc_retrieves_total" counter "Retrieves that ended well." = |s| s.counts.retrieves;
-    "lmc_stored_chunks_total" counter "Chunks made findable." = |s| s.counts.stored_chunks;
-    "lmc_stored_bytes_total" counter "Bytes made findable." = |s| s.counts.stored_bytes;
-    "lmc_retrieved_chunks_total" counter "Chunks handed back." = |s| s.counts.retrieved_chunks;
-    "lmc_retrieved_bytes_total" counter "Bytes handed back." = |s| s.counts.retrieved_bytes;
-    "lmc_stores_skipped_total" counter "Stores not made because the request asked for that (lmcache.skip_save), or its engine may change the blocks before they are copied (sliding windows with lmcache_driven)." = |s| s.counts.stores_skipped;
-    "lmc_source_waits_total" counter "Lookups that may wait for a peer that their request names, until the peer's engine has computed the prompt (lmcache.pd.wait_ms)." = |s| s.counts.source_waits;
-    "lmc_source_waits_refused_total" counter "Lookups that did not wait for a peer because too many others did." = |s| s.counts.source_waits_refused;
+    "lmc_orphaned_transfers" gauge "Stores and retrieves whose connection has ended; their slots are still held." = |s| s.transfers.orphaned;
+    "lmc_overdue_transfers" gauge "Stores and retrieves that are past their deadline." = |s| s.transfers.overdue;
+    "lmc_stores_total" counter "Stores that succeeded." = |s| s.counts.stores;
+    "lmc_retrieves_total" counter "Retrieves that succeeded." = |s| s.counts.retrieves;
+    "lmc_stored_chunks_total" counter "Chunks that engines stored." = |s| s.counts.stored_chunks;
+    "lmc_stored_bytes_total" counter "Bytes of chunks that engines stored." = |s| s.counts.stored_bytes;
+    "lmc_retrieved_chunks_total" counter "Chunks that engines retrieved." = |s| s.counts.retrieved_chunks;
+    "lmc_retrieved_bytes_total" counter "Bytes of chunks that engines retrieved." = |s| s.counts.retrieved_bytes;
+    "lmc_stores_skipped_total" counter "Stores skipped because the request asked for it (lmcache.skip_save), or because its engine may change the blocks before they are copied (sliding windows with lmcache_driven)." = |s| s.counts.stores_skipped;
+    "lmc_source_waits_total" counter "Lookups whose request names a peer, and that may wait until the peer's engine has computed the prompt (lmcache.pd.wait_ms)." = |s| s.counts.source_waits;
+    "lmc_source_waits_refused_total" counter "Lookups that did not wait for a peer because too many other lookups waited." = |s| s.counts.source_waits_refused;
     "lmc_pushes_unknown_total" counter "Lookups whose request names a peer to push to (lmcache.pd.to) that is not connected." = |s| s.counts.pushes_unknown;
     "lmc_pd_notices_total{outcome=\"stored\"}" counter "Notices of requests for the proxies of --pd-notify, by outcome: all ranks have stored the chunks, or the request has failed." = |s| s.counts.notices_stored;
     "lmc_pd_notices_total{outcome=\"failed\"}" counter "" = |s| s.counts.notices_failed;
-    "lmc_pd_notices_lost_total" counter "Notices that a proxy of --pd-notify did not take in time, each counted for each proxy." = |s| s.counts.notices_lost;
+    "lmc_pd_notices_lost_total" counter "Notices that a proxy of --pd-notify did not take in time, counted for each proxy." = |s| s.counts.notices_lost;
     "lmc_spans_lost_total" counter "Spans that the collector of --otlp-endpoint refused, or did not take in time." = |s| s.counts.spans_lost;
     "lmc_stores_failed_total" counter "Stores that were dropped or failed." = |s| s.counts.stores_failed;
     "lmc_stores_abandoned_total" counter "Stores abandoned by a worker that went away." = |s| s.counts.stores_abandoned;
     "lmc_commits_foreign_total" counter "Commits and unregistrations refused because another connection owns the transfer or the worker." = |s| s.counts.commits_foreign;
-    "lmc_slots_orphaned_total" counter "Slots held after the connection that had prepared them ended." = |s| s.counts.slots_orphaned;
+    "lmc_slots_orphaned_total" counter "Slots that stayed held after the end of the connection that had prepared them." = |s| s.counts.slots_orphaned;
     "lmc_slots_released_by_death_total" counter "Slots of ended connections released because their process was dead." = |s| s.counts.slots_released_by_death;
-    "lmc_slots_released_by_worker_total" counter "Slots of ended connections released because their worker said that it copies for none of them." = |s| s.counts.slots_released_by_worker;
+    "lmc_slots_released_by_worker_total" counter "Slots of ended connections released because their worker reported that none of its copies uses them." = |s| s.counts.slots_released_by_worker;
     "lmc_slots_released_by_grace_total" counter "Slots of ended connections released because the grace time was over." = |s| s.counts.slots_released_by_grace;
     "lmc_retrieves_missed_total" counter "Retrieves that missed a chunk." = |s| s.counts.retrieves_missed;
     "lmc_gather_seconds_total" counter "Time that the server spent copying into the pool." = |s| s.counts.gather_nanos as f64 / 1e9;
     "lmc_gather_bytes_total" counter "Bytes that the server copied into the pool." = |s| s.counts.gather_bytes;
     "lmc_scatter_seconds_total" counter "Time that the server spent copying out of the pool." = |s| s.counts.scatter_nanos as f64 / 1e9;
     "lmc_scatter_bytes_total" counter "Bytes that the server copied out of the pool." = |s| s.counts.scatter_bytes;
-    "lmc_commits_unknown_total" counter "Commits of something that was not prepared." = |s| s.counts.commits_unknown;
+    "lmc_commits_unknown_total" counter "Commits of transfers that were not prepared." = |s| s.counts.commits_unknown;
     "lmc_pickles_refused_total" counter "Pickled payloads refused." = |s| s.counts.pickles_refused;
     "lmc_registrations_total" counter "Workers registered since the start." = |s| s.counts.registrations;
     "lmc_registrations_refused_total" counter "Registrations refused." = |s| s.counts.registrations_refused;
-    "lmc_opaque_layouts_shared_total" counter "Times that two engines were found to share a KV layout of dtype uint8, which does not name its format: one of them may read wrong KV data." = |s| s.counts.opaque_layouts_shared;
-    "lmc_workers_reaped_total" counter "Workers removed because they were silent or gone." = |s| s.counts.workers_reaped;
-    "lmc_sessions_expired_total" counter "Sessions ended by time." = |s| s.counts.sessions_expired;
-    "lmc_lookup_leases_expired_total" counter "Leases of lookups ended by time." = |s| s.counts.lookup_leases_expired;
-    "lmc_copies_too_late_total" counter "Copies that were not made, or were stopped, because their worker was gone or had given up waiting." = |s| s.counts.copies_too_late;
-    "lmc_over_limit_total" counter "Requests turned away because a limit was reached." = |s| s.counts.over_limit;
+    "lmc_opaque_layouts_shared_total" counter "Number of times that two engines were found to share a KV layout of dtype uint8, which does not name its format: one of the engines may read wrong KV data." = |s| s.counts.opaque_layouts_shared;
+    "lmc_workers_reaped_total" counter "Workers removed because they sent no messages or their connection ended." = |s| s.counts.workers_reaped;
+    "lmc_sessions_expired_total" counter "Sessions that expired." = |s| s.counts.sessions_expired;
+    "lmc_lookup_leases_expired_total" counter "Leases of lookups that expired." = |s| s.counts.lookup_leases_expired;
+    "lmc_copies_too_late_total" counter "Copies that were not made, or were stopped, because their worker was gone or no longer waited." = |s| s.counts.copies_too_late;
+    "lmc_over_limit_total" counter "Requests refused because a limit was reached." = |s| s.counts.over_limit;
     "lmc_pings_total" counter "Pings of workers." = |s| s.counts.pings;
     "lmc_reported_blocks_total" counter "Blocks that engines reported as allocated." = |s| s.counts.reported_blocks;
-    "lmc_chunks_present_total" counter "Chunks not stored because they were there or being written already." = |s| s.counts.chunks_present;
-    "lmc_chunks_outdated_total" counter "Chunks not stored because the cache was cleared since their request began, or may have been." = |s| s.counts.chunks_outdated;
+    "lmc_chunks_present_total" counter "Chunks not stored because they were already stored or being written." = |s| s.counts.chunks_present;
+    "lmc_chunks_outdated_total" counter "Chunks not stored because the cache was cleared, or may have been cleared, since their request began." = |s| s.counts.chunks_outdated;
     "lmc_chunks_drained_total" counter "Chunks not stored because the server was being drained." = |s| s.counts.chunks_drained;
     "lmc_chunks_null_total" counter "Chunks not stored because the engine had dropped some of their blocks." = |s| s.counts.chunks_null;
     "lmc_chunk_hits_total" counter "Chunks that lookups and retrieves asked for and found, each time." = |s| s.engine.hits;
     "lmc_chunk_misses_total" counter "Chunks that lookups and retrieves asked for and did not find, each time." = |s| s.engine.misses;
-    "lmc_chunks_merged_total" counter "Chunks made of those of several ranks of an engine with more tensor parallelism." = |s| s.engine.merged;
-    "lmc_chunks_removed_total" counter "Chunks removed by name." = |s| s.engine.removed;
+    "lmc_chunks_merged_total" counter "Chunks merged from the chunks of several ranks of an engine with more tensor parallelism." = |s| s.engine.merged;
+    "lmc_chunks_removed_total" counter "Chunks removed by their keys." = |s| s.engine.removed;
     "lmc_chunks_cleared_total" counter "Chunks removed by a clear." = |s| s.engine.cleared;
-    "lmc_clears_total{from=\"here\"}" counter "Clears that were carried out, by where they came from: this server, or others by way of peers, stores or drives." = |s| s.engine.clears_here;
+    "lmc_clears_total{from=\"here\"}" counter "Clears that were carried out, by origin: this server, or other servers through peers, stores or drives." = |s| s.engine.clears_here;
     "lmc_clears_total{from=\"elsewhere\"}" counter "" = |s| s.engine.clears_elsewhere;
     "lmc_reservations_over_quota_total" counter "Reservations refused by a quota." = |s| s.engine.over_quota;
     "lmc_evicted_chunks_total{reason=\"room\"}" counter "Chunks evicted, by reason: memory for another chunk, a quota, or the watermark." = |s| s.engine.evicted_room;
@@ -157,20 +157,20 @@ metrics! {
     "lmc_kv_events_total" counter "KV events since the start." = |s| s.events.next_seq;
     "lmc_kv_event_subscribers" gauge "Subscriptions to KV events." = |s| s.events.subscribers;
     "lmc_evicted_bytes_total" counter "Bytes of evicted chunks." = |s| s.engine.evicted_bytes;
-    "lmc_hash_memo_bytes" gauge "Memory of the memo of chunk hashes." = |s| s.memo_bytes;
-    "lmc_hash_memo_known_total" counter "Chunks whose hash was known." = |s| s.memo_known;
+    "lmc_hash_memo_bytes" gauge "Bytes of memory that the memo of chunk hashes uses." = |s| s.memo_bytes;
+    "lmc_hash_memo_known_total" counter "Chunks whose hash was in the memo." = |s| s.memo_known;
     "lmc_hash_memo_hashed_total" counter "Chunks that were hashed." = |s| s.memo_hashed;
-    "lmc_connections" gauge "Connections open." = |s| s.transport.connections_open;
+    "lmc_connections" gauge "Open connections." = |s| s.transport.connections_open;
     "lmc_connections_accepted_total" counter "Connections accepted." = |s| s.transport.connections_accepted;
     "lmc_connections_refused_total" counter "Connections closed at once because there were too many." = |s| s.transport.connections_refused;
-    "lmc_connections_untrusted_total" counter "Connections closed at once because their user is not one of --trusted-users, or had closed its end before it could be known." = |s| s.transport.untrusted;
-    "lmc_connections_broken_total" counter "Connections closed because the peer broke the protocol." = |s| s.transport.broken;
-    "lmc_connections_stalled_total" counter "Connections closed because the peer stalled." = |s| s.transport.stalled;
-    "lmc_connections_silent_total" counter "Connections closed because the peer asked for nothing." = |s| s.transport.silent;
-    "lmc_connections_closed_idle_total" counter "Connections closed to admit others: they owned nothing and were idle for longest." = |s| s.transport.closed_idle;
+    "lmc_connections_untrusted_total" counter "Connections closed at once because their user is not one of --trusted-users, or because the client had closed its end before its user was known." = |s| s.transport.untrusted;
+    "lmc_connections_broken_total" counter "Connections closed because the client broke the protocol." = |s| s.transport.broken;
+    "lmc_connections_stalled_total" counter "Connections closed because the client stalled." = |s| s.transport.stalled;
+    "lmc_connections_silent_total" counter "Connections closed because the client sent no requests." = |s| s.transport.silent;
+    "lmc_connections_closed_idle_total" counter "Connections closed to admit others: they owned nothing and had been idle for longest." = |s| s.transport.closed_idle;
     "lmc_messages_unanswerable_total" counter "Messages dropped because no valid request id could be read from them." = |s| s.transport.unanswerable;
     "lmc_unknown_operations_total" counter "Requests with an unknown operation." = |s| s.transport.unknown_operations;
-    "lmc_log_lines_dropped_total" counter "Log lines that were not written: stderr is gone, or is not read fast enough." = |_status| log::dropped_lines();
+    "lmc_log_lines_dropped_total" counter "Log lines that were not written because stderr is gone or is not read fast enough." = |_status| log::dropped_lines();
     "lmc_received_bytes_total" counter "Bytes received from engines." = |s| s.transport.bytes_in;
     "lmc_sent_bytes_total" counter "Bytes sent to engines." = |s| s.transport.bytes_out;
 }
@@ -202,7 +202,7 @@ const TIER_METRICS: &[TierMetric] = &[
     ("lmc_tier_copies_failed_total", "counter", "Chunks that could not be written to this tier.", |t| t.write_failed),
     ("lmc_tier_fetched_chunks_total", "counter", "Chunks promoted from this tier into memory.", |t| t.promoted),
     ("lmc_tier_fetched_bytes_total", "counter", "Bytes of chunks promoted from this tier into memory.", |t| t.promoted_bytes),
-    ("lmc_tier_fetches_missed_total", "counter", "Chunks that this tier was said to have and did not have, or not as they had been stored, or with another length than chunks of their space have.", |t| t.promote_missed),
+    ("lmc_tier_fetches_missed_total", "counter", "Chunks that were expected in this tier and were missing, differed from what was stored, or had another length than the chunks of their space.", |t| t.promote_missed),
     ("lmc_tier_fetches_failed_total", "counter", "Chunks that could not be read from this tier, or not in time.", |t| t.promote_failed),
     ("lmc_tier_fetches_skipped_total", "counter", "Chunks that were not read from this tier because recomputing them is faster.", |t| t.promote_skipped),
     ("lmc_tier_lookups_failed_total", "counter", "Lookups that this tier did not answer, or not in time.", |t| t.locate_failed),
@@ -217,7 +217,7 @@ const L2_METRICS: &[TierMetric] = &[
     ("lmcache_mp_num_inflight_l2_loads", "gauge", "Batches of chunks that are being read from this tier.", |t| t.promote_batches.saturating_sub(t.promote_batches_ended)),
     ("lmcache_mp_inflight_load_memory_usage_bytes", "gauge", "Bytes of memory for the chunks that are being read from this tier.", |t| t.promoting_bytes),
 ];
-/// Lower tiers' metrics, with the label by which they name the tier.
+/// Metrics of the lower tiers, each table with the label that names the tier.
 const BY_TIER: [(&[TierMetric], &str); 2] = [(TIER_METRICS, "tier"), (L2_METRICS, "l2_name")];
 
 /// Counters of a tier itself, with the labels `tier` and `what`.
@@ -228,9 +228,9 @@ const TIER_EVENTS: (&str, &str) = (
 /// Counters of a tier itself that count bytes, with the labels `tier` and `what`.
 const TIER_EVENT_BYTES: (&str, &str) = (
     "lmc_tier_event_bytes_total",
-    "Payload bytes that a tier itself counts, such as those that were read and written.",
+    "Payload bytes that a tier itself counts, such as bytes read and written.",
 );
-/// End of the names of counters that count bytes.
+/// Suffix of the names of counters that count bytes.
 const BYTES: &str = "_bytes";
 
 /// State of each tier, with the label `tier`.
@@ -259,7 +259,7 @@ type TenantMetric = (
 /// Metrics of models and tenants. Models and tenants without series of their own share the label [`OTHER`].
 #[rustfmt::skip]
 const TENANT_METRICS: &[TenantMetric] = &[
-    ("lmc_tenant_lookup_tokens_total", "counter", "Tokens of whole chunks that lookups of this model and tenant asked for; --metrics-tenants bounds the pairs, and all further ones are other, as are lookups that were refused.", |u| u.lookup_tokens),
+    ("lmc_tenant_lookup_tokens_total", "counter", "Tokens of whole chunks that lookups of this model and tenant asked for. --metrics-tenants limits the pairs; all further pairs, and lookups that were refused, count as other.", |u| u.lookup_tokens),
     ("lmc_tenant_hit_tokens_total", "counter", "Tokens that lookups of this model and tenant found, in any tier.", |u| u.hit_tokens),
     ("lmc_tenant_retrieved_tokens_total", "counter", "Tokens that engines retrieved for this model and tenant.", |u| u.retrieved_tokens),
     ("lmc_tenant_stored_bytes_total", "counter", "Payload bytes that engines stored for this model and tenant.", |u| u.stored_bytes),
@@ -275,22 +275,22 @@ type Row<S, T> = (&'static str, &'static str, fn(&S) -> &T);
 /// Histograms of the lower tiers, with the label `tier`.
 #[rustfmt::skip]
 const TIER_HISTOGRAMS: &[Row<LowerStatus, HistogramSnapshot>] = &[
-    ("lmc_tier_fetch_seconds", "Time from asking this tier for chunks to each of them being in memory.", |t| &t.read_time),
-    ("lmc_tier_copy_seconds", "Time from giving chunks to this tier to each of them being stored there, without the wait in the queue.", |t| &t.write_time),
+    ("lmc_tier_fetch_seconds", "Time from asking this tier for chunks until each chunk is in memory.", |t| &t.read_time),
+    ("lmc_tier_copy_seconds", "Time from passing chunks to this tier until each chunk is stored there, without the wait in the queue.", |t| &t.write_time),
 ];
 
 /// Histograms of all tiers together.
 #[rustfmt::skip]
 const HISTOGRAMS: &[Row<EngineTimes, HistogramSnapshot>] = &[
-    ("lmc_promotion_seconds", "Time from a lookup to its outcome where lower tiers were asked or read, without lookups that may wait for a peer to compute.", |t| &t.promotion),
+    ("lmc_promotion_seconds", "Time from a lookup to its outcome, for lookups that asked or read lower tiers, without lookups that may wait for a peer to compute.", |t| &t.promotion),
     ("lmc_promotion_first_chunk_seconds", "Time from the start of reading a prompt from lower tiers to its first chunk in memory, for each rank.", |t| &t.first_chunk),
 ];
 
 /// Histograms of whole numbers.
 #[rustfmt::skip]
 const DISTRIBUTIONS: &[Row<EngineTimes, DistributionSnapshot>] = &[
-    ("lmcache_mp_l1_chunk_lifetime_seconds", "Age of chunks when they were evicted, since they were stored in memory.", |t| &t.evicted_age_seconds),
-    ("lmc_evicted_chunk_uses", "Lookups and retrieves that had found a chunk when it was evicted.", |t| &t.evicted_uses),
+    ("lmcache_mp_l1_chunk_lifetime_seconds", "Time from the store of a chunk in memory to its eviction.", |t| &t.evicted_age_seconds),
+    ("lmc_evicted_chunk_uses", "Number of lookups and retrieves that had found a chunk before its eviction.", |t| &t.evicted_uses),
 ];
 
 /// Name, help and value of a metric of a directory.
@@ -301,13 +301,13 @@ type DirectoryMetric = (&'static str, &'static str, fn(&DirectoryStatus) -> usiz
 const DIRECTORY_METRICS: &[DirectoryMetric] = &[
     ("lmc_directory_members", "Members of the directory that this server hosts.", |d| d.members),
     ("lmc_directory_entries", "Entries of the directory, one for each chunk of each member.", |d| d.entries),
-    ("lmc_directory_entries_limit", "Entries that the directory keeps at most.", |d| d.limit),
-    ("lmc_directory_bytes", "Bytes of memory that the directory takes.", |d| d.bytes),
+    ("lmc_directory_entries_limit", "Limit on the entries of the directory.", |d| d.limit),
+    ("lmc_directory_bytes", "Bytes of memory that the directory uses.", |d| d.bytes),
 ];
 /// Counters of the directory, with the label `what`.
 const DIRECTORY_EVENTS: (&str, &str) = (
     "lmc_directory_events_total",
-    "Announcements and questions that the directory answered, and how.",
+    "Announcements and questions that the directory answered, by kind and outcome.",
 );
 
 /// The build, with the labels `version` and `commit`.
@@ -320,8 +320,8 @@ const BUILD_INFO: (&str, &str) = (
 const OPERATION_SECONDS: &str = "lmc_operation_seconds";
 const OPERATION_REFUSED: &str = "lmc_operation_refused_total";
 
-/// The page for one moment. `tenant` names a salt without showing it; `connections` are the numbers of
-/// peers that are connected, and that are not and should be.
+/// Returns the page. `tenant` names a salt without showing it; `connections` are the number of connected
+/// peers and the number of missing peers.
 pub fn page(
     status: &ServiceStatus,
     tenant: impl Fn(&Salt) -> String,
@@ -342,7 +342,7 @@ pub fn page(
             value,
         } = metric;
         let value = value(status);
-        // Series of one name stand together; the first of them has the help.
+        // Series of one name follow each other; the first has the help.
         if !help.is_empty() {
             head(&mut out, family(name), kind, help);
         }
@@ -391,7 +391,7 @@ pub fn page(
         &mut out,
         OPERATION_REFUSED,
         "counter",
-        "Requests refused with a text.",
+        "Requests refused with an error text.",
     );
     for operation in &status.operations {
         let (name, refused) = (operation.operation, operation.refused);
@@ -421,7 +421,7 @@ fn tenants(out: &mut String, usages: &[UsageStatus], tenant: impl Fn(&Salt) -> S
     }
 }
 
-/// Returns a text from outside as the value of a label.
+/// Escapes a text from outside for the value of a label.
 fn escaped(text: &str) -> String {
     text.replace('\\', "\\\\")
         .replace('"', "\\\"")
@@ -472,7 +472,7 @@ fn directory_metrics(out: &mut String, status: &DirectoryStatus) {
     }
 }
 
-/// A series' name without its labels.
+/// Returns the name of a series without its labels.
 fn family(series: &str) -> &str {
     series.split('{').next().unwrap_or(series)
 }
@@ -481,10 +481,10 @@ fn head(out: &mut String, name: &str, kind: &str, help: &str) {
     let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
 }
 
-/// Buckets of whole doublings; the finer ones between them only serve `lmc status`.
+/// Writes a histogram with buckets of whole doublings; only `lmc status` uses the finer buckets.
 fn histogram(out: &mut String, name: &str, label: &str, times: &HistogramSnapshot) {
     let mut below = 0;
-    // The last bucket has all that are longer, too.
+    // The last bucket also counts all longer times.
     let bounded = times.buckets.len().saturating_sub(1);
     let counts = times.buckets[..bounded].iter().enumerate();
     let counts = counts.map(|(index, count)| {
@@ -529,14 +529,14 @@ fn totals(out: &mut String, name: &str, label: &str, sum: f64, count: u64) {
     );
 }
 
-/// The page of the documentation that lists every metric.
+/// Returns the page of the documentation that lists every metric.
 pub fn documentation() -> String {
     let mut out = String::from(
         "# Metrics\n\n\
-         What `GET /metrics` on the HTTP port shows, in Prometheus' text format.\n\
-         Names that begin with `lmcache_mp_` mean what LMCache's MP server means by them, without its labels for models, salts and devices; a series of a lower tier has its `l2_name`.\n\
+         The metrics that `GET /metrics` on the HTTP port shows, in Prometheus' text format.\n\
+         Names that begin with `lmcache_mp_` have the same meaning as at LMCache's MP server, but not its labels for models, salts and devices; a series of a lower tier has the label `l2_name`.\n\
          [alerts.md](alerts.md) has a board for Grafana and alert rules.\n\
-         Durations and bytes are counted when an operation has completed, so a rate of bytes over a rate of seconds is a measured speed:\n\n\
+         Durations and bytes are counted when an operation has completed, so a rate of bytes divided by a rate of seconds is a measured speed:\n\n\
          ```\n\
          rate(lmc_gather_bytes_total[1m]) / rate(lmc_gather_seconds_total[1m])                        bytes per second into the pool\n\
          rate(lmcache_mp_lookup_hit_tokens_total[5m]) / rate(lmcache_mp_lookup_requested_tokens_total[5m])   share of tokens that lookups found\n\
@@ -592,7 +592,7 @@ pub fn documentation() -> String {
     let _ = writeln!(
         out,
         "| `{OPERATION_SECONDS}` | histogram, by `operation` | Time from the last byte of a request to its answer. |\n\
-         | `{OPERATION_REFUSED}` | counter, by `operation` | Requests refused with a text. |"
+         | `{OPERATION_REFUSED}` | counter, by `operation` | Requests refused with an error text. |"
     );
     out
 }
@@ -614,7 +614,7 @@ fn labels_of(name: &str) -> String {
 mod tests {
     use super::*;
 
-    /// Run with `LMC_WRITE_DOCS=1` to write the page.
+    /// Writes the page when it runs with `LMC_WRITE_DOCS=1`.
     #[test]
     fn the_documentation_lists_every_metric() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/metrics.md");
@@ -627,9 +627,9 @@ mod tests {
         );
     }
 
-    /// Prometheus refuses a page that opens a name twice, and tools read `_total` as a promise.
+    /// Prometheus refuses a page that opens a name twice, and tools expect a counter behind `_total`.
     #[test]
-    fn every_name_is_opened_once_and_tells_its_kind() {
+    fn every_name_is_opened_once_and_shows_its_kind() {
         let mut seen: Vec<&str> = Vec::new();
         for Metric {
             name, kind, help, ..

@@ -1,4 +1,4 @@
-//! NIXL between peers: where it is used, and what it reads from the environment.
+//! NIXL between peers: when it is used, and the variables that it reads from the environment.
 
 use anyhow::Result;
 use lmc_transfer::SocketConfig;
@@ -14,7 +14,7 @@ fn is_allowed(config: &ServeConfig) -> bool {
 #[cfg(not(feature = "nixl"))]
 pub(crate) fn set_variables(_: &ServeConfig) {}
 
-/// Checks that NIXL is not demanded of a build that has none.
+/// Fails if the configuration requires NIXL, which this build does not have.
 #[cfg(not(feature = "nixl"))]
 pub(crate) fn open(
     config: &ServeConfig,
@@ -23,7 +23,7 @@ pub(crate) fn open(
 ) -> Result<()> {
     anyhow::ensure!(
         !is_allowed(config) || peers.transport != PeerTransport::Nixl,
-        "--p2p-transport nixl: this build of lmc has no NIXL; build it with `--features nixl`, or \
+        "--p2p-transport nixl: this build of lmc has no NIXL; build lmc with `--features nixl`, or \
          choose sockets or auto"
     );
     Ok(())
@@ -42,11 +42,11 @@ mod with_nixl {
 
     use super::*;
 
-    /// Calls `f` on a thread with a nice value, that of threads that serve peers. The threads that it
-    /// starts inherit the value, those of NIXL and UCX included.
+    /// Calls `f` on a thread with the nice value of threads that serve peers. Threads that `f` starts,
+    /// also those of NIXL and UCX, inherit the value.
     fn nicer<T: Send>(nice: u8, f: impl FnOnce() -> T + Send) -> T {
         let call = || {
-            // Of this thread only; the system refuses lower values alone.
+            // For this thread only. It cannot fail: the system refuses only lower values.
             let _ = rustix::process::nice(nice.into());
             f()
         };
@@ -78,15 +78,15 @@ mod with_nixl {
         let interfaces = config.peers().and_then(|peers| peers.interfaces.as_deref());
         let interfaces = interfaces.map(|names| ("UCX_NET_DEVICES", names));
         for (name, value) in VARIABLES.into_iter().filter(unset).chain(interfaces) {
-            // SAFETY: the process has one thread yet, so that no other reads the environment.
+            // SAFETY: the process has only one thread so far, so no other thread reads the environment.
             unsafe { std::env::set_var(name, value) };
         }
     }
 
-    /// Gives a channel NIXL, if that is used. Blocks for about half a second.
+    /// Opens NIXL for a channel, if it is to be used. Blocks for about half a second.
     ///
     /// # Errors
-    /// NIXL is demanded, and cannot be had.
+    /// The configuration requires NIXL, and it cannot be opened.
     pub(crate) fn open(
         config: &ServeConfig,
         peers: &PeersSettings,
@@ -108,7 +108,7 @@ mod with_nixl {
             NixlConfig::default().open(&channel.channel)
         }) {
             Ok(nixl) => {
-                info!("peers: bytes go over NIXL where both sides have it");
+                info!("peers: bytes go over NIXL if both sides have it");
                 channel.nixl = Some(nixl);
                 Ok(())
             }

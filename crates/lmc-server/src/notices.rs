@@ -1,4 +1,4 @@
-//! Notices to proxies: the ends of the stores of requests.
+//! Notices to proxies: a request's chunks are stored, or the request has failed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,27 +19,27 @@ use zeromq::{PushSocket, Socket, SocketSend};
 use crate::config::NoticeTarget;
 use crate::http_client::{http_client, post_json};
 
-/// Time for which a notice is tried.
+/// Time for which sending a notice is tried.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest time of one message.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Pause before the next try, at first and at most.
+/// Pause before the next try: the first pause, and the longest.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
-/// Notices that wait for one proxy, at most.
+/// Limit on the notices that wait for one proxy.
 const MAX_QUEUED: usize = 4096;
-/// Notices that one proxy is sent at a time.
+/// Limit on the notices that are being sent to one proxy.
 const MAX_UNDER_WAY: usize = 16;
-/// Time in which chunks that come one after the other are looked at together.
+/// Shortest time between two reads of notices, so that chunks that follow each other are read together.
 const LOOK_PAUSE: Duration = Duration::from_millis(1);
-/// Ranks of a request of which a proxy is sent a message each, at most.
+/// Limit on the ranks of a request for which a proxy gets a message each.
 const MAX_RANKS: u32 = 1024;
 /// Time that proxies have to take the last notices of a server that stops.
 const LAST_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A notice, and the end of the time for which it is tried.
+/// A notice, and the deadline for sending it.
 type Queued = (Arc<Notice>, Instant);
 
-/// Sends proxies the notices of a server. Once `stopped` turns true, sends the last ones and ends.
+/// Sends the notices of a server to its proxies. Once `stopped` turns true, sends the last notices and ends.
 pub(crate) async fn send(
     service: Service,
     targets: Vec<NoticeTarget>,
@@ -96,7 +96,7 @@ impl Proxies {
         this
     }
 
-    /// Queues notices for each proxy. Those for which a queue has no capacity are lost.
+    /// Queues notices for each proxy. A notice for a full queue is lost.
     fn queue(&self, notices: Vec<Notice>) {
         let until = Instant::now() + NOTICE_TIMEOUT;
         for notice in notices.into_iter().map(Arc::new) {
@@ -108,12 +108,12 @@ impl Proxies {
         }
     }
 
-    /// Waits until the proxies have taken what is queued, for a short time.
+    /// Waits for a short time until the proxies have taken the queued notices.
     async fn end(mut self) {
         self.queues.clear();
         let ended = async { while self.tasks.join_next().await.is_some() {} };
         if timeout(LAST_TIMEOUT, ended).await.is_err() {
-            warn!("not every proxy of --pd-notify has taken its last notices");
+            warn!("not all proxies of --pd-notify took their last notices in time; these notices are lost");
         }
     }
 }
@@ -142,7 +142,7 @@ async fn serve(proxy: Proxy, mut queued: mpsc::Receiver<Queued>, service: Servic
 struct Proxy {
     target: NoticeTarget,
     client: Client<HttpConnector, Body>,
-    /// True since it has failed to take a notice.
+    /// True after the proxy failed to take a notice.
     is_failing: AtomicBool,
 }
 
@@ -155,15 +155,15 @@ impl Proxy {
         }
     }
 
-    /// Sends the messages of a notice, each again until the proxy has taken it or the time is over. Returns
-    /// true if it has taken all.
+    /// Sends the messages of a notice. Repeats each message until the proxy has taken it or the time is
+    /// over. Returns true if the proxy has taken all messages.
     async fn send(&self, notice: &Notice, until: Instant) -> bool {
-        // Messages that it has taken.
+        // Messages that the proxy has taken.
         let mut taken = 0;
         let mut pause = PAUSE.0;
         while Instant::now() < until {
             match self.send_from(notice, &mut taken).await {
-                // It would refuse it again.
+                // The proxy would refuse the message again.
                 Ok(false) => return false,
                 Ok(true) => {
                     if self.is_failing.swap(false, Ordering::Relaxed) {
@@ -177,8 +177,8 @@ impl Proxy {
                         warn!(
                             proxy = %self.target,
                             error,
-                            "a proxy does not take notices, which are tried for 30 s: look whether it \
-                             runs, and whether --pd-notify has its address"
+                            "a proxy does not take notices; each is tried for 30 s and then lost: check whether \
+                             the proxy runs, and whether --pd-notify has its address"
                         );
                     }
                 }
@@ -189,7 +189,7 @@ impl Proxy {
         false
     }
 
-    /// Sends the messages after those that the proxy has taken. Returns false if it refuses one.
+    /// Sends the messages that the proxy has not taken yet. Returns false if it refuses a message.
     async fn send_from(&self, notice: &Notice, taken: &mut usize) -> Result<bool> {
         let late = || anyhow!("no answer within {} s", MESSAGE_TIMEOUT.as_secs());
         match &self.target {
@@ -201,12 +201,13 @@ impl Proxy {
                     if status.is_client_error() && !may_change {
                         return Ok(false);
                     }
-                    ensure!(status.is_success(), "it answers HTTP {status}");
+                    ensure!(status.is_success(), "the proxy answers HTTP {status}");
                     *taken += 1;
                 }
             }
             NoticeTarget::Zmq(at) => {
-                // A connection for each notice: on one whose other end has gone, messages are lost.
+                // A connection for each notice: an older connection may have lost its other end, and with
+                // it messages.
                 let mut socket = PushSocket::new();
                 let at = format!("tcp://{at}");
                 let connected = timeout(MESSAGE_TIMEOUT, socket.connect(&at)).await;
@@ -222,7 +223,7 @@ impl Proxy {
     }
 }
 
-/// Returns what is posted: for each rank what LMCache's connector posts; a failure once.
+/// Returns the bodies to post: one for each rank, as LMCache's connector posts it; for a failure only one.
 fn posts(notice: &Notice) -> impl Iterator<Item = Value> {
     let event = match notice.is_stored {
         true => "request_store_finished",
@@ -243,7 +244,8 @@ fn posts(notice: &Notice) -> impl Iterator<Item = Value> {
     })
 }
 
-/// Returns what is sent over ZeroMQ, in MessagePack: LMCache's `ProxyNotif` for each rank; a failure once.
+/// Returns the ZeroMQ messages, in MessagePack: LMCache's `ProxyNotif` for each rank; for a failure only
+/// one message.
 fn messages(notice: &Notice) -> impl Iterator<Item = Vec<u8>> {
     let id = match notice.pd_id.is_empty() {
         true => &notice.request_id,
@@ -261,8 +263,8 @@ fn messages(notice: &Notice) -> impl Iterator<Item = Vec<u8>> {
     std::iter::repeat_n(message, copies(notice) as usize)
 }
 
-/// Returns the number of messages of a notice: one for each rank, which a proxy may count, and one for a
-/// failure.
+/// Returns the number of messages of a notice: one for each rank, because a proxy may count them, or one for
+/// a failure.
 fn copies(notice: &Notice) -> u32 {
     match notice.is_stored {
         true => notice.world_size.min(MAX_RANKS),
@@ -287,7 +289,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_rank_has_its_message_and_a_failure_one() {
+    fn each_rank_has_a_message_and_a_failure_has_one() {
         let mut notice = Notice::default();
         (notice.request_id, notice.world_size) = ("a".to_owned(), 3);
         notice.is_stored = true;

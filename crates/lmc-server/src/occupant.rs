@@ -1,4 +1,4 @@
-//! Finds the process that holds a TCP port, for the error of a second server.
+//! Finds the process that listens on a TCP port, for the error of a second server.
 
 use std::fs;
 use std::path::Path;
@@ -13,7 +13,7 @@ pub(crate) struct Occupant {
 }
 
 impl Occupant {
-    /// Process id.
+    /// Returns the process id.
     pub(crate) fn pid(&self) -> u32 {
         self.pid
     }
@@ -25,7 +25,7 @@ impl std::fmt::Display for Occupant {
     }
 }
 
-/// The process that listens on a TCP port of this host, when it can be seen.
+/// Returns the process that listens on a TCP port of this host, if this user can see it.
 pub(crate) fn of_port(port: u16) -> Option<Occupant> {
     let inode = ["/proc/net/tcp", "/proc/net/tcp6"]
         .iter()
@@ -53,7 +53,7 @@ pub(crate) fn of_port(port: u16) -> Option<Occupant> {
     None
 }
 
-/// The process behind an owner's record such as `pid 1234`.
+/// Returns the process that an owner's record such as `pid 1234` names.
 pub(crate) fn of_pid_text(owner: &str) -> Option<Occupant> {
     let pid = owner.strip_prefix("pid ")?.parse().ok()?;
     let command = command(pid);
@@ -64,11 +64,11 @@ fn command(pid: u32) -> String {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes).replace('\0', " ");
     let text: String = text.trim().chars().take(120).collect();
-    // Any process may be called anything.
+    // The name of a process may hold any character.
     Printable(&text).to_string()
 }
 
-/// The inode of the socket in state LISTEN (0A) on this port.
+/// Returns the inode of the socket in state LISTEN (0A) on this port.
 fn listener(table: &str, port: u16) -> Option<u64> {
     table.lines().skip(1).find_map(|line| {
         let columns: Vec<&str> = line.split_whitespace().collect();

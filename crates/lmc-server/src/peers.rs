@@ -1,4 +1,4 @@
-//! The tier of peers as the configuration asks for it.
+//! Opens the tier of peers of the configuration.
 
 use std::sync::Arc;
 
@@ -15,11 +15,11 @@ use tracing::{info, warn};
 use crate::config::{HostPort, ServeConfig};
 use crate::nixl;
 
-/// Static peers above which a warning says that each prompt asks all of them.
+/// Number of static peers above which a warning says that each prompt asks all of them.
 const MANY_PEERS: usize = 8;
 
-/// Nice value of the threads that move bytes between peers: where cores are short, the copies of
-/// local engines get three times as much of them.
+/// Nice value of the threads that move bytes between peers: when cores are short, the copies of local
+/// engines get three times as much CPU time.
 const SERVING_NICE: u8 = 5;
 
 /// Starts the directory that this server hosts, if the configuration has one.
@@ -52,8 +52,8 @@ fn channel(
     if let Some(path) = &config.p2p_key {
         channel.keys = Some(Keys::read(path).map_err(|error| anyhow!("--p2p-key: {error}"))?);
     } else {
-        // Every user of this host can connect to loopback and listen there, and no other address is
-        // used without a key.
+        // Without a key, only loopback addresses are used. Every user of this host can connect and
+        // listen there, so each connection's user is checked.
         let users = config.trusted_users.clone();
         let admit = move |stream: &TcpStream| match users.check(stream) {
             Ok(_) => Ok(()),
@@ -97,7 +97,7 @@ pub(crate) fn open(
     if tier.peers.len() > MANY_PEERS {
         warn!(
             peers = tier.peers.len(),
-            "lookups slow down with more than {MANY_PEERS} peers, because each prompt that is not here asks all of them; name fewer in --p2p-peer, or use --p2p-directory"
+            "lookups slow down with more than {MANY_PEERS} peers, because all peers are asked for each prompt that this server does not have; name fewer peers in --p2p-peer, or use --p2p-directory"
         );
     }
     let tier = P2pBackend::start(tier, Arc::new(host), Handle::current())
@@ -113,7 +113,7 @@ fn address(at: &HostPort) -> Address {
     }
 }
 
-/// Returns the name of this host, as far as a peer's name may have its characters.
+/// Returns the name of this host, without characters that a peer's name must not have.
 fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let valid = |c: &char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');

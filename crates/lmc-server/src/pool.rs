@@ -1,4 +1,4 @@
-//! Makes the pool's memory: reclaims what killed servers left, checks the size, maps the arena.
+//! Creates the pool's memory: reclaims segments of killed servers, checks the size, maps the arena.
 
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
@@ -14,10 +14,10 @@ use crate::{FreeMemory, choose_pool_size, occupant};
 /// values of 2 bytes).
 const TOKEN_BYTES_8B: u64 = 128 << 10;
 
-/// Time between two looks at whether the pool is whole; copies look by themselves.
+/// Time between two checks that the pool is whole. Copies check it, too.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// Makes the arena of the pool.
+/// Creates the arena of the pool.
 pub(crate) fn make(config: &ServeConfig, cores: usize) -> Result<Arena> {
     let freeing = reclaim();
     let bytes = size(config, freeing)?;
@@ -26,7 +26,7 @@ pub(crate) fn make(config: &ServeConfig, cores: usize) -> Result<Arena> {
         SegmentName::None => ArenaConfig::anonymous(bytes),
         SegmentName::Sealed => ArenaConfig::sealed(bytes),
         SegmentName::Name(name) => ArenaConfig::shared(name.as_str(), bytes),
-        // A port that the system chooses is not known yet, and must not tie two servers together.
+        // A port that the system chooses is not known yet, so the name uses the process id.
         SegmentName::Auto if config.port == 0 => {
             ArenaConfig::shared_unique(format!("lmc_p{}", std::process::id()), bytes)
         }
@@ -52,7 +52,7 @@ pub(crate) fn make(config: &ServeConfig, cores: usize) -> Result<Arena> {
             let error = anyhow!(error);
             match holder {
                 Some(holder) => error.context(format!("the pool is held by {holder}")),
-                None => error.context("the pool cannot be made"),
+                None => error.context("the pool cannot be created"),
             }
         })?;
     for note in &arena.report().notes {
@@ -62,8 +62,8 @@ pub(crate) fn make(config: &ServeConfig, cores: usize) -> Result<Arena> {
     Ok(arena)
 }
 
-/// Reclaims the segments of this user's servers that were killed, on whatever port, and frees
-/// their pages in the background.
+/// Reclaims the segments of this user's killed servers, on any port, and frees their pages in the
+/// background.
 fn reclaim() -> Option<JoinHandle<()>> {
     let stale = reclaim_stale_segments();
     for segment in &stale {
@@ -78,12 +78,12 @@ fn reclaim() -> Option<JoinHandle<()>> {
         return None;
     }
     let thread = thread::Builder::new().name("lmc-reclaim".to_owned());
-    // Where no thread can be started, the pages are freed here.
+    // If no thread can be started, the pages are freed on this one.
     thread.spawn(move || drop(stale)).ok()
 }
 
-/// Bytes of the pool. The size is compared with what is free only after the pages of killed
-/// servers are, where that could decide.
+/// Returns the bytes of the pool. If memory seems short, waits until the pages of killed servers are free
+/// before it checks the size.
 fn size(config: &ServeConfig, freeing: Option<JoinHandle<()>>) -> Result<u64> {
     let shared = config.shm_name.is_in_dev_shm();
     let mut free = FreeMemory::now(shared);
@@ -103,8 +103,8 @@ fn size(config: &ServeConfig, freeing: Option<JoinHandle<()>>) -> Result<u64> {
             }
             if bytes > free.available {
                 warn!(
-                    "pool: {} are asked for and {} of memory are free; the system may kill this \
-                     server, or others, once the pool fills",
+                    "pool: --l1-size-gb is {}, and {} of memory are free; the system may kill this \
+                     server, or other processes, once the pool fills; set a smaller size",
                     human_bytes(bytes),
                     human_bytes(free.available)
                 );
@@ -127,13 +127,13 @@ pub(crate) async fn lost(arena: &Arena) {
     }
 }
 
-/// Warns of sizes that cannot be meant.
+/// Warns of a pool that is too small for common models.
 fn warn_of_size(config: &ServeConfig, pool: u64) {
     let chunk = TOKEN_BYTES_8B.saturating_mul(config.chunk_size as u64);
     if pool < chunk {
         warn!(
-            "the pool of {} holds no chunk of an 8B model ({} per chunk of {} tokens), whose engines are \
-             refused; set --l1-size-gb to some GiB{}",
+            "the pool of {} is smaller than one chunk of an 8B model ({} per chunk of {} tokens), so engines \
+             of such models are refused; set --l1-size-gb to several GiB{}",
             human_bytes(pool),
             human_bytes(chunk),
             config.chunk_size,

@@ -3,10 +3,10 @@
 use std::fs;
 use std::path::Path;
 
-/// Memory that this process needs besides its pool: code, stacks, index, remembered hashes.
+/// Memory that this process needs in addition to its pool: code, stacks, index, hash memo.
 const HEADROOM: u64 = 32 << 20;
 
-/// The size below which `auto` goes only where no more fits.
+/// Smallest size that `auto` chooses if that much fits.
 const FLOOR: u64 = 64 << 20;
 
 /// Memory that a pool could take, in bytes.
@@ -14,23 +14,23 @@ const FLOOR: u64 = 64 << 20;
 pub struct FreeMemory {
     /// `MemAvailable` of `/proc/meminfo`.
     pub available: u64,
-    /// The tightest limit of this process's control groups, where there is one.
+    /// The tightest limit of this process's control groups, if there is a limit.
     pub cgroup: Option<CgroupLimit>,
-    /// Free space of `/dev/shm`, when the pool lies there.
+    /// Free space of `/dev/shm`, if the pool is there.
     pub shm: Option<u64>,
 }
 
 /// A hard limit on the memory of a control group, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CgroupLimit {
-    /// The limit; who goes beyond it is killed.
+    /// The limit. The kernel kills a process that exceeds it.
     pub limit: u64,
     /// Bytes left below the limit. Page cache that the kernel can drop counts as left.
     pub left: u64,
 }
 
 impl FreeMemory {
-    /// Looks at this machine.
+    /// Returns the free memory of this machine. `shared`: the pool is in `/dev/shm`.
     pub fn now(shared: bool) -> Self {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let available = meminfo
@@ -45,7 +45,7 @@ impl FreeMemory {
         }
     }
 
-    /// The memory that may be taken before something gives.
+    /// Returns the memory that this process may use before the system or the cgroup runs out.
     pub fn bound(&self) -> u64 {
         let left = self.cgroup.map(|cgroup| cgroup.left);
         self.available.min(left.unwrap_or(u64::MAX))
@@ -61,7 +61,7 @@ impl FreeMemory {
     /// Checks that a pool of `bytes` does not get this process killed by its cgroup.
     ///
     /// # Errors
-    /// The numbers and the remedy.
+    /// A text with the numbers and the remedy.
     pub(crate) fn check_cgroup(&self, bytes: u64) -> Result<(), String> {
         let Some(CgroupLimit { limit, left }) = self.cgroup else {
             return Ok(());
@@ -72,8 +72,8 @@ impl FreeMemory {
         let human = crate::config::human_bytes;
         Err(format!(
             "a pool of {} does not fit into the memory limit of this server's cgroup: {} of {} \
-             are left, of which the server needs {} besides the pool, and the kernel kills \
-             a process that goes beyond; set --l1-size-gb to {}MiB at most, or raise the limit (docker \
+             are left, the server needs {} in addition to the pool, and the kernel kills \
+             a process that exceeds the limit; set --l1-size-gb to at most {}MiB, or raise the limit (docker \
              --memory, Kubernetes resources.limits.memory, systemd MemoryMax=)",
             human(bytes),
             human(left),
@@ -89,8 +89,8 @@ struct Controller {
     root: &'static str,
     limit: &'static str,
     used: &'static str,
-    /// Fields of `memory.stat` that count page cache which the kernel can drop. Shared memory
-    /// is not among them.
+    /// Fields of `memory.stat` that count page cache which the kernel can drop. They do not count
+    /// shared memory.
     cache: [&'static str; 2],
 }
 
@@ -108,8 +108,8 @@ const V1: Controller = Controller {
     cache: ["total_inactive_file", "total_active_file"],
 };
 
-/// The tightest limit of this process's control groups (version 2, or 1) from its own up to the
-/// root.
+/// Returns the tightest limit of this process's control groups (version 2, or 1), from its own group
+/// up to the root.
 fn cgroup() -> Option<CgroupLimit> {
     let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
     let limit_of = |line: &str| {
@@ -125,8 +125,8 @@ fn cgroup() -> Option<CgroupLimit> {
     limits.min_by_key(|limit| limit.left)
 }
 
-/// Inside a container the path is often the host's and not there, while the root is the
-/// container's own.
+/// Returns the tightest limit from a group up to the root. Inside a container the path is often the
+/// host's path, which does not exist there, while the root is the container's own group.
 fn tightest(controller: &Controller, path: &str) -> Option<CgroupLimit> {
     let read = |folder: &Path, name: &str| fs::read_to_string(folder.join(name)).ok();
     let number = |folder: &Path, name: &str| read(folder, name)?.trim().parse::<u64>().ok();
@@ -152,8 +152,7 @@ fn tightest(controller: &Controller, path: &str) -> Option<CgroupLimit> {
 }
 
 fn free_shm() -> Option<u64> {
-    // statvfs through `df` would need a process; the memory crate checks the real limit when it
-    // makes the segment, so an estimate is enough here.
+    // An estimate is enough: the memory crate checks the real limit when it creates the segment.
     let mut stat = std::mem::MaybeUninit::<libc::statvfs>::uninit();
     // SAFETY: the path is a C string and `stat` is written by a call that succeeds.
     let stat = unsafe {
@@ -175,12 +174,12 @@ pub fn choose_pool_size(free: FreeMemory) -> (u64, String) {
     let bytes = (quarter.max(FLOOR).min(fits) >> 21 << 21).max(2 << 20);
     let of = match (free.cgroup, free.shm) {
         _ if shm < quarter.max(FLOOR) => {
-            "as much as /dev/shm has (docker --shm-size or --ipc=host enlarges it)"
+            "as much as /dev/shm allows (docker --shm-size or --ipc=host enlarges it)"
         }
         (Some(cgroup), _) if cgroup.left < free.available => {
-            "a quarter of what the cgroup has left"
+            "a quarter of the memory that the cgroup has left"
         }
-        _ => "a quarter of the memory that is free",
+        _ => "a quarter of the free memory",
     };
     let size = crate::config::human_bytes(bytes);
     (bytes, format!("{size}, {of}; --l1-size-gb changes it"))
@@ -208,10 +207,10 @@ mod tests {
     #[test]
     fn the_pool_is_a_quarter_of_what_is_free_within_every_limit() {
         let (mib, gib) = (1 << 20, 1 << 30);
-        check(16 * gib, None, None, 4 * gib, "a quarter of the memory");
+        check(16 * gib, None, None, 4 * gib, "a quarter of the free memory");
         check(16 * gib, Some(8 * gib), None, 2 * gib, "cgroup");
         let shm = Some(100 * gib);
-        check(16 * gib, Some(64 * gib), shm, 4 * gib, "of the memory");
+        check(16 * gib, Some(64 * gib), shm, 4 * gib, "of the free memory");
         check(16 * gib, None, Some(gib), (gib / 10 * 9) >> 21 << 21, "shm");
         // A container's default /dev/shm, a page of it taken.
         check(16 * gib, None, Some(64 * mib - 4096), 56 * mib, "/dev/shm");

@@ -1,9 +1,9 @@
-//! `lmc proxy`: has one engine compute a prompt, and another one answer it.
+//! `lmc proxy`: one engine computes a prompt, and another engine answers it.
 //!
 //! A client speaks the OpenAI-compatible protocol to the proxy. The proxy sends the prompt to a
 //! prefill engine, with one token to generate, and then the client's own request to a decode engine,
-//! which finds the prompt's KV cache through the servers (`lmc serve`) beside both. Whatever fails on
-//! the first way costs time only: the decode engine computes the prompt itself.
+//! which finds the prompt's KV cache through the servers (`lmc serve`) of both engines. A failed prefill
+//! costs only time: the decode engine then computes the prompt itself.
 
 mod body;
 mod clip;
@@ -52,8 +52,8 @@ use crate::signals::Signals;
 use crate::{limits, log, metrics};
 
 pub(crate) const HELP: &str = "\
-Each engine has an `lmc serve` on its host, and these are peers of each other (--p2p-listen, --p2p-peer);
-docs/pd.md has the whole set-up.
+Each engine has an `lmc serve` on its host, and these servers are peers of each other (--p2p-listen,
+--p2p-peer). docs/pd.md describes the whole set-up.
 
 Examples:
   lmc proxy --prefill http://a:8000 --decode http://b:8000
@@ -63,25 +63,25 @@ Examples:
 
 /// Bytes of a client's request.
 const MAX_BODY: usize = 64 << 20;
-/// Memory for all requests that are read or held at a time, in KiB.
+/// Memory for all requests that the proxy reads or holds at a time, in KiB.
 const MEMORY_KIB: usize = 1 << 20;
 /// Bytes of a prefill engine's answer, which is not used.
 const MAX_PREFILL_ANSWER: usize = 16 << 20;
-/// Longest time for a client to send its request, and to send some of it.
+/// Longest time for a client to send its whole request, and the next part of it.
 const BODY_DEADLINE: Duration = Duration::from_secs(60);
 const PART_DEADLINE: Duration = Duration::from_secs(10);
-/// Longest time for a client to take what was sent to it.
+/// Longest time for a client to read what was sent to it.
 const UNREAD_DEADLINE: Duration = Duration::from_secs(60);
-/// Clients at a time, and the files that each may take: its connection, and one to either engine.
+/// Clients at a time, and the files that each may use: its connection, and connections to both engines.
 const MAX_CONNECTIONS: usize = 4096;
 const FILES_OF_CLIENT: usize = 4;
-/// Time that prefills have after the last answer, at least.
+/// Shortest time that prefills have after the last answer.
 const STOP_PREFILLS: Duration = Duration::from_secs(5);
 /// Longest time that a stop waits for answers under way.
 const STOP_DEADLINE: Duration = Duration::from_secs(30);
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
-/// Headers that concern one connection, or that are made for each.
+/// Headers that concern one connection, or that each connection sets itself.
 const OF_CONNECTION: [HeaderName; 9] = [
     header::CONNECTION,
     HeaderName::from_static("keep-alive"),
@@ -97,30 +97,31 @@ const OF_CONNECTION: [HeaderName; 9] = [
 // A doc comment here would become the text of the command.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
-    /// An engine that computes prompts, as http://HOST:PORT; may be repeated.
+    /// An engine that computes prompts, as http://HOST:PORT; repeatable.
     #[arg(long, value_name = "URL", required = true)]
     prefill: Vec<EngineUrl>,
-    /// Name (--p2p-name) or address (--p2p-listen) of the server beside a prefill engine, as the servers
-    /// beside the decode engines know it: one for each --prefill, in their order. Requests then go to
-    /// both engines at once, and the decode engine's server reads the prompt while it is computed.
+    /// Name (--p2p-name) or address (--p2p-listen) of a prefill engine's server, as the decode engines'
+    /// servers know it: one for each --prefill, in the same order. Requests then go to both engines at
+    /// the same time, and the decode engine's server reads the prompt while it is computed.
     #[arg(long, value_name = "NAME", value_parser = peer_name)]
     prefill_peer: Vec<String>,
-    /// An engine that answers, as http://HOST:PORT; may be repeated.
+    /// An engine that answers, as http://HOST:PORT; repeatable.
     #[arg(long, value_name = "URL", required = true)]
     decode: Vec<EngineUrl>,
-    /// Name or address of the server beside a decode engine, as the servers beside the prefill engines
-    /// know it: one for each --decode, in their order. The server beside a prefill engine then pushes each
-    /// chunk of a prompt to it while the next is computed.
+    /// Name or address of a decode engine's server, as the prefill engines' servers know it: one for each
+    /// --decode, in the same order. The prefill engine's server then pushes each chunk of a prompt to it
+    /// while the next chunk is computed.
     #[arg(long, value_name = "NAME", value_parser = peer_name)]
     decode_peer: Vec<String>,
     /// Address that clients connect to.
     #[arg(long, value_name = "ADDR:PORT", default_value = "127.0.0.1:9000")]
     listen: SocketAddr,
-    /// A prompt of fewer bytes, as the client writes it, goes to a decode engine alone. So does one of which
-    /// that engine had all but fewer bytes, or all but an eighth, in the last minutes; 0 turns both off.
+    /// A prompt with fewer bytes, as the client writes it, goes to a decode engine only. So does a prompt of
+    /// which that engine lacks fewer bytes than this, or less than an eighth, as far as its requests of the
+    /// last minutes show. 0 turns both off.
     #[arg(long, value_name = "BYTES", default_value_t = 2048)]
     min_prompt: usize,
-    /// Longest time for a prefill engine, in seconds; after it the decode engine computes the prompt.
+    /// Longest time for a prefill engine, in seconds; after that the decode engine computes the prompt.
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
     prefill_timeout_seconds: u64,
     /// Longest time without a byte from a decode engine, in seconds.
@@ -143,17 +144,17 @@ struct Proxy {
     idle_timeout: Duration,
     /// Memory for requests, in KiB.
     memory: Arc<Semaphore>,
-    /// Copies that there are of a request at a time.
+    /// Copies of one request that exist at the same time.
     copies: usize,
     /// Prefills under way, which may outlive the answers to their clients.
     prefills: TaskTracker,
     counters: Counters,
-    /// Knows the names under which it may be asked; none where it listens for other hosts, which
-    /// may know it by any.
+    /// Checks the host names of requests; `None` if the proxy listens for other hosts, which may know it by
+    /// any name.
     guard: Option<Guard>,
 }
 
-/// Status and text of an answer of the proxy's own.
+/// Status and text of an answer that the proxy gives itself.
 type Refusal = (StatusCode, String);
 
 /// A client's request, as both engines get it.
@@ -162,13 +163,13 @@ struct ClientRequest {
     headers: HeaderMap,
     body: Bytes,
     prompt: Arc<PromptBlocks>,
-    /// Memory for it, if it has a body.
+    /// Memory for the request, if it has a body.
     memory: Option<Arc<OwnedSemaphorePermit>>,
 }
 
 /// Result of the first step of a request.
 enum Legs {
-    /// The prefill has ended; the request to a decode engine, which may be chosen, is the next step.
+    /// The prefill has ended. The next step is the request to a decode engine, which may be chosen already.
     Prefill(Prefill, Option<Chosen>),
     /// A decode engine has begun to answer.
     Answer(Response),
@@ -182,7 +183,7 @@ fn peer_name(text: &str) -> Result<String, String> {
     }
 }
 
-/// A prefill under way, which ends when this is dropped, unless it is to go on.
+/// A prefill under way. Dropping this ends the prefill, unless it is to continue.
 struct Prefilling {
     task: JoinHandle<Prefill>,
     goes_on: bool,
@@ -190,11 +191,11 @@ struct Prefilling {
 
 impl Prefilling {
     async fn end(&mut self) -> Prefill {
-        // It fails if the proxy stops.
+        // The task fails if the proxy stops.
         (&mut self.task).await.unwrap_or(Prefill::Failed)
     }
 
-    /// Lets the prefill go on to its end.
+    /// Lets the prefill continue to its end.
     fn go_on(mut self) {
         self.goes_on = true;
     }
@@ -234,7 +235,7 @@ async fn serve(arguments: &Arguments) -> Result<()> {
     ] {
         ensure!(
             peers == 0 || peers == engines,
-            "expected as many --{role}-peer as --{role}, or none: found {peers} for {engines}"
+            "expected one --{role}-peer for each --{role}, or none: found {peers} for {engines}"
         );
     }
     let mut signals = Signals::new()?;
@@ -259,7 +260,7 @@ async fn serve(arguments: &Arguments) -> Result<()> {
     let serving = tokio::spawn(serving);
     let name = signals.first().await;
     info!(
-        "{name}: no new requests, {} s for those under way",
+        "stopping after {name}: no new requests are taken, requests under way have {} s",
         STOP_DEADLINE.as_secs()
     );
     stop.send_replace(true);
@@ -272,12 +273,12 @@ async fn serve(arguments: &Arguments) -> Result<()> {
             .await
             .is_err()
         {
-            warn!(prefills = prefills.len(), "prefills under way are cut");
+            warn!(prefills = prefills.len(), "prefills under way are aborted");
         }
     };
     tokio::select! {
         () = ended => {}
-        name = signals.second() => warn!("{name}: requests under way are cut"),
+        name = signals.second() => warn!("stopping at once after {name}: requests under way are aborted"),
     }
     Ok(())
 }
@@ -295,7 +296,7 @@ fn router(proxy: Arc<Proxy>) -> Router {
         .with_state(proxy)
 }
 
-/// Keeps the pages of other sites out.
+/// Refuses requests of other sites' pages.
 async fn guarded(State(proxy): Shared, request: Request, next: Next) -> Response {
     let checked = match &proxy.guard {
         Some(guard) => guard.check_page(&request),
@@ -307,7 +308,7 @@ async fn guarded(State(proxy): Shared, request: Request, next: Next) -> Response
     }
 }
 
-/// An error as OpenAI's clients read it.
+/// Returns an error in the form that OpenAI's clients read.
 fn refusal(code: StatusCode, text: impl Into<String>) -> Response {
     let error = json!({"message": text.into(), "type": "proxy_error", "code": code.as_u16()});
     (code, axum::Json(json!({"error": error}))).into_response()
@@ -348,7 +349,7 @@ async fn metrics_page(State(proxy): Shared) -> Response {
 
 async fn unknown_path(uri: Uri) -> Response {
     let text = format!(
-        "{} is not served by this proxy; there are /v1/completions, /v1/chat/completions, \
+        "{} is not served by this proxy; the paths are /v1/completions, /v1/chat/completions, \
          /v1/models, /health and /metrics",
         uri.path()
     );
@@ -363,7 +364,7 @@ fn strip(headers: &mut HeaderMap) {
         .flat_map(|names| names.split(','))
         .map(|name| name.trim().to_ascii_lowercase())
         .collect();
-    // Where both say how long a body is, the length is not that of the bytes.
+    // With a transfer encoding, the content length is not the number of bytes sent.
     if headers.contains_key(header::TRANSFER_ENCODING) {
         headers.remove(header::CONTENT_LENGTH);
     }
@@ -375,15 +376,15 @@ fn strip(headers: &mut HeaderMap) {
     }
 }
 
-/// Returns a client's headers for engines, without the headers of its connection. Both engines of a
-/// request know it by the same id.
+/// Returns a client's headers for engines, without the headers of its connection. Both engines get the
+/// same request id.
 fn forwarded(client: &HeaderMap) -> HeaderMap {
     let mut headers = client.clone();
     strip(&mut headers);
     headers.remove(header::CONTENT_LENGTH);
     headers.remove(header::EXPECT);
     if !headers.contains_key(REQUEST_ID) {
-        // Without random bytes the engines make their own.
+        // Without random bytes the engines make ids of their own.
         let id = random_id().and_then(|id| HeaderValue::from_str(&id).ok());
         headers.extend(id.map(|id| (REQUEST_ID, id)));
     }
@@ -408,7 +409,7 @@ impl Proxy {
             idle_timeout: Duration::from_secs(arguments.idle_timeout_seconds),
             memory: Arc::new(Semaphore::new(MEMORY_KIB)),
             prefills: TaskTracker::new(),
-            // The client's, a clipped one, those for both engines, and one while they are made.
+            // The client's copy, a clipped one, one for each engine, and one while they are made.
             copies: match (&arguments.prefill_peer[..], &arguments.decode_peer[..]) {
                 ([], []) => 3,
                 ([], _) => 4,
@@ -416,15 +417,15 @@ impl Proxy {
             },
             counters: Counters::default(),
             guard: (arguments.listen.ip().is_loopback())
-                .then(|| Guard::without_names("--listen on another address than loopback")),
+                .then(|| Guard::without_names("use --listen with an address other than loopback")),
         }
     }
 
-    /// Carries out both legs of a request. Ends them when the client leaves, since this future is
-    /// dropped then.
+    /// Carries out both legs of a request. When the client leaves, this future is dropped, which ends both
+    /// legs.
     async fn answer(self: Arc<Self>, path: &'static str, request: Request) -> Response {
         let (head, body) = request.into_parts();
-        // A page of another site cannot send this type without asking first, which is not granted.
+        // A page of another site cannot send this type without a CORS preflight, which is not granted.
         let kind = head.headers.get(header::CONTENT_TYPE);
         let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
         let kind = kind.split(';').next().unwrap_or_default().trim();
@@ -433,8 +434,7 @@ impl Proxy {
             return refusal(StatusCode::UNSUPPORTED_MEDIA_TYPE, text);
         }
         let read = tokio::time::timeout(BODY_DEADLINE, self.read(body)).await;
-        // The memory is given back when the decode engine has begun to answer, and no prefill is under
-        // way.
+        // The memory is released when the decode engine has begun to answer and no prefill is under way.
         let (body, memory) = match read.unwrap_or_else(|_| Err(late())) {
             Ok((body, memory)) => (body, Arc::new(memory)),
             Err((code, text)) => return refusal(code, text),
@@ -442,7 +442,7 @@ impl Proxy {
         let body = match clip::without_hints(&body) {
             Ok(changed) => changed.map_or(body, Bytes::from),
             Err(error) => {
-                let text = format!("the request is no JSON object that can be read: {error}");
+                let text = format!("the request is not a valid JSON object: {error}");
                 return refusal(StatusCode::BAD_REQUEST, text);
             }
         };
@@ -467,7 +467,7 @@ impl Proxy {
             .await
     }
 
-    /// Reads a request, and takes memory for it as it comes.
+    /// Reads a request, and acquires memory for it as it arrives.
     async fn read(&self, mut body: Body) -> Result<(Bytes, OwnedSemaphorePermit), Refusal> {
         let mut memory = self.take_memory(1)?;
         if body.size_hint().lower() > MAX_BODY as u64 {
@@ -500,14 +500,14 @@ impl Proxy {
     fn take_memory(&self, kib: usize) -> Result<OwnedSemaphorePermit, Refusal> {
         let taken = Arc::clone(&self.memory).try_acquire_many_owned(kib as u32);
         taken.map_err(|_| {
-            let text = "the requests under way take all memory of the proxy: ask again later";
+            let text = "the requests under way use all memory of the proxy: ask again later";
             (StatusCode::SERVICE_UNAVAILABLE, text.to_owned())
         })
     }
 
-    /// Has a prefill engine compute the prompt, unless a decode engine had nearly all of it. Where the
-    /// server beside the prefill engine is known, a decode engine begins with it at the same time; that leg
-    /// is ended if the prefill fails or is refused before its answer has begun.
+    /// Lets a prefill engine compute the prompt, unless a decode engine had nearly all of it. If the server
+    /// of the prefill engine is known, a decode engine begins at the same time; that leg is ended if the
+    /// prefill fails or is refused before the decode engine begins to answer.
     async fn prefill(self: &Arc<Self>, asked: &ClientRequest, clipped: Bytes) -> Legs {
         let now = Instant::now();
         let warm = self.decode.choose_warm(&asked.prompt, self.min_prompt, now);
@@ -539,7 +539,7 @@ impl Proxy {
                     };
                     let (head, body) = match ended {
                         Ok(prefill @ (Prefill::Done | Prefill::Late)) => {
-                            // The other server has waited as long.
+                            // The decode engine's server has waited for the same time.
                             if prefill == Prefill::Late {
                                 self.counters.count(prefill);
                             }
@@ -549,7 +549,7 @@ impl Proxy {
                         Ok(prefill) => return Legs::Prefill(prefill, None),
                         Err(decoded) => decoded,
                     };
-                    // Its end is not far, and an engine with LMCache's connector may die of an abort.
+                    // The prefill ends soon, and an abort may kill an engine with LMCache's connector.
                     prefilling.go_on();
                     return Legs::Answer(Response::from_parts(head, Body::new(body)));
                 }
@@ -558,8 +558,8 @@ impl Proxy {
         Legs::Prefill(Prefill::Failed, None)
     }
 
-    /// Returns the body for a prefill engine, whose server pushes to the peer `to`, and that for a decode
-    /// engine which gets the request at the same time; none where that comes after the first.
+    /// Returns the body for a prefill engine, whose server pushes to the peer `to`, and the body for a decode
+    /// engine that gets the request at the same time; `None` if the decode engine gets it afterwards.
     fn bodies(
         &self,
         engine: &Engine,
@@ -569,7 +569,7 @@ impl Proxy {
         deadline: tokio::time::Instant,
     ) -> (Bytes, Option<Bytes>) {
         let left = deadline.saturating_duration_since(tokio::time::Instant::now());
-        // Clients may use theirs for several requests.
+        // A new id, because clients may use their id for several requests.
         let id = random_id();
         let wait = engine
             .peer()
@@ -589,7 +589,7 @@ impl Proxy {
         }
     }
 
-    /// Begins to have one engine compute a prompt.
+    /// Starts a prefill at one engine.
     fn begin_prefill(
         self: &Arc<Self>,
         engine: &Arc<Engine>,
@@ -610,7 +610,7 @@ impl Proxy {
                     this.prefill.note_had(&engine, &prompt, Instant::now());
                     Prefill::Done
                 }
-                // The decode engine says what is wrong.
+                // The decode engine answers with the reason.
                 Ok(Ok(false)) => Prefill::Refused,
                 Ok(Err(error)) => {
                     this.failed("prefill", &engine, &error);
@@ -630,7 +630,7 @@ impl Proxy {
         }
     }
 
-    /// Has one engine compute a prompt. Returns false if it refuses the request.
+    /// Lets one engine compute a prompt. Returns false if the engine refuses the request.
     async fn compute(
         &self,
         engine: &Arc<Engine>,
@@ -642,18 +642,18 @@ impl Proxy {
         let request = engine.request(&Method::POST, path, headers, body)?;
         let answer = self.client.request(request).await?;
         let status = answer.status();
-        // Its end says that the prompt is computed.
+        // At the end of the answer the prompt is computed.
         axum::body::to_bytes(Body::new(answer.into_body()), MAX_PREFILL_ANSWER).await?;
-        // These are about the engine: another one may know the model or the key.
+        // These answers are about the engine: another engine may know the model or the key.
         let is_of_engine =
             status.is_server_error() || matches!(status.as_u16(), 401 | 403 | 404 | 429);
-        ensure!(!is_of_engine, "it answered {status}");
+        ensure!(!is_of_engine, "the engine answered {status}");
         engine.note_answer();
         Ok(status.is_success())
     }
 
-    /// Passes the client's request to a decode engine, and its answer back as it comes. Where one
-    /// cannot be reached, another gets it; one that may have begun with it is the last.
+    /// Passes the client's request to a decode engine, and its answer back as it arrives. If an engine
+    /// cannot be reached, the next one gets the request, but not after an engine that may have begun with it.
     async fn decode(
         &self,
         method: &Method,
@@ -678,7 +678,7 @@ impl Proxy {
                 Ok(Ok(answer)) => {
                     let status = answer.status();
                     match status.is_server_error() {
-                        true => self.failed("decode", &engine, &anyhow!("it answered {status}")),
+                        true => self.failed("decode", &engine, &anyhow!("the engine answered {status}")),
                         false => engine.note_answer(),
                     }
                     let had = status.is_success().then(|| HadAtEnd {
@@ -711,29 +711,29 @@ impl Proxy {
     }
 
     fn failed(&self, role: &'static str, engine: &Engine, error: &anyhow::Error) {
-        // One line for each time that it goes.
+        // One log line for each change from working to failed.
         if engine.note_failure(Instant::now()) {
             let error = crate::text::error_text(error);
-            warn!(role, %engine, error, "an engine failed; others are asked before it for a while");
+            warn!(role, %engine, error, "an engine failed; other engines are asked first for a while");
         }
     }
 }
 
 fn too_large() -> Refusal {
-    let text = format!("a request may have {} MiB", MAX_BODY >> 20);
+    let text = format!("the request is too large: the limit is {} MiB", MAX_BODY >> 20);
     (StatusCode::PAYLOAD_TOO_LARGE, text)
 }
 
 fn late() -> Refusal {
     let text = format!(
-        "the request did not arrive: some of it must come every {} s, and all of it within {} s",
+        "the request did not arrive in time: a part must arrive every {} s, and all of it within {} s",
         PART_DEADLINE.as_secs(),
         BODY_DEADLINE.as_secs()
     );
     (StatusCode::REQUEST_TIMEOUT, text)
 }
 
-/// Passes an engine's answer on as it comes.
+/// Passes an engine's answer on as it arrives.
 fn relayed(
     answer: Response<hyper::body::Incoming>,
     in_flight: InFlight,

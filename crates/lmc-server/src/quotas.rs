@@ -1,5 +1,4 @@
-//! The quotas of the configuration, from `--quota` and from the file of `--quota-file`, and those that
-//! operators set over HTTP.
+//! Quotas: from the configuration (`--quota` and the file of `--quota-file`), and from operators over HTTP.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -29,15 +28,15 @@ pub(crate) struct KeptQuotas {
 /// A quota that was set or removed over HTTP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 struct KeptQuota {
-    /// `None` for one that was removed.
+    /// `None` if the quota was removed.
     bytes: Option<u64>,
-    /// The quota of the configuration at that time. Once the configuration has another, that counts.
+    /// The quota of the configuration at that time. If the configuration changes it, the new one counts.
     configured: Option<u64>,
 }
 
 impl KeptQuotas {
-    /// Reads the file, and sets what the configuration has not changed since. One that cannot be read is
-    /// left as it is, and nothing is kept.
+    /// Reads the file, and sets the quotas that the configuration has not changed since. A file that cannot
+    /// be read is left unchanged, and no quotas are kept.
     pub(crate) fn open(path: Option<PathBuf>, configured: &Quotas, service: &Service) -> Self {
         let Some(path) = path else {
             return Self {
@@ -52,7 +51,7 @@ impl KeptQuotas {
         let (path, kept) = match read {
             Ok(kept) => (Some(path), kept),
             Err(error) => {
-                warn!("quotas that were set over HTTP are not known, and not kept: {error:#}");
+                warn!("quotas that were set over HTTP cannot be read, and new ones are not kept over a restart: {error:#}");
                 (None, BTreeMap::new())
             }
         };
@@ -64,7 +63,7 @@ impl KeptQuotas {
         this
     }
 
-    /// Notes a quota that was set or removed. Returns true if a restart finds it.
+    /// Records a quota that was set or removed. Returns true if it lasts over a restart.
     pub(crate) fn note(&mut self, salt: &Salt, bytes: Option<u64>, configured: &Quotas) -> bool {
         let configured = configured.get(salt).copied();
         match bytes == configured {
@@ -77,8 +76,8 @@ impl KeptQuotas {
         self.write()
     }
 
-    /// Forgets what the configuration has another quota for by now. One that it has no more stays as it was
-    /// set over HTTP.
+    /// Drops the kept quotas for which the configuration has another quota by now. A quota that the
+    /// configuration no longer has stays as it was set over HTTP.
     pub(crate) fn follow(&mut self, configured: &Quotas) {
         let before = self.kept.clone();
         self.kept.retain(|salt, kept| match configured.get(salt) {
@@ -105,7 +104,7 @@ impl KeptQuotas {
         let written = serde_json::to_string(&kept).map_err(io::Error::other);
         let written = written.and_then(|text| write_private(path, &text));
         if let Err(error) = &written {
-            warn!(%error, path = %path.display(), "a quota that was set over HTTP ends with this process");
+            warn!(%error, path = %path.display(), "a quota that was set over HTTP cannot be written to its file, and is lost at the next restart");
         }
         written.is_ok()
     }
@@ -119,15 +118,15 @@ fn read_kept(path: &Path) -> Result<BTreeMap<Salt, KeptQuota>> {
     kept.into_iter().map(salted).collect()
 }
 
-/// Returns the quotas of the configuration. Those of `--quota` win over those of the file.
+/// Returns the quotas of the configuration. `--quota` wins over the file.
 pub(crate) fn of(config: &ServeConfig) -> Result<Quotas> {
     let mut quotas = of_file(config)?;
     quotas.extend(config.quotas.iter().cloned());
     Ok(quotas)
 }
 
-/// Sets the quotas that differ from those of `before`, and removes those that are gone. Other quotas, which
-/// operators have set over HTTP, stay.
+/// Sets the quotas that differ from `before`, and removes the quotas that only `before` has. Quotas that
+/// operators have set over HTTP stay.
 pub(crate) fn set(quotas: &Quotas, before: &Quotas, service: &Service, digests: &SaltDigests) {
     let engine = service.engine();
     let pool = engine.pool_bytes();
@@ -144,7 +143,7 @@ pub(crate) fn set(quotas: &Quotas, before: &Quotas, service: &Service, digests: 
     for (salt, bytes) in changed {
         if *bytes > pool {
             warn!(
-                "quota of {}: {} are more than the pool of {}, so it limits nothing; set a \
+                "quota of {}: {} is more than the pool of {}, so the quota has no effect; set a \
                  smaller quota or a larger --l1-size-gb",
                 digests.of(salt),
                 human_bytes(*bytes),

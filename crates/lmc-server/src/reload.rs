@@ -1,4 +1,4 @@
-//! Settings that change while the server runs: they are read again by SIGHUP and `lmc reload`.
+//! Settings that change while the server runs: SIGHUP and `lmc reload` read them again.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,9 +21,9 @@ const LIVE: [&str; 4] = [LOG_LEVEL, REQUEST_LOG, "quota", QUOTA_FILE];
 const LOG_LEVEL: &str = "log-level";
 const REQUEST_LOG: &str = "request-log";
 const QUOTA_FILE: &str = "quota-file";
-/// Stands for the tables of the file, of which no single setting is named.
+/// Name for all tables of the file, used if no single setting can be named.
 const TIERS: &str = "[[tier]]";
-/// Beginnings of the names of settings that are in tables, too.
+/// Prefixes of the names of settings that tables have, too.
 const TIER_SETTINGS: [&str; 3] = ["disk", "p2p", "remote"];
 
 /// The settings in effect, and the way to read them again.
@@ -33,12 +33,12 @@ pub struct Reload {
     digests: SaltDigests,
     loaded: RwLock<Arc<Loaded>>,
     access: LiveAccess,
-    /// The quotas of the settings in effect, and those that were set over HTTP. Locked while settings are
-    /// read, so that one change follows the other.
+    /// The quotas of the settings in effect, and the quotas that were set over HTTP. Locked while settings
+    /// are read, so that changes follow each other.
     quotas: Mutex<(Quotas, KeptQuotas)>,
 }
 
-/// Settings that differ from those in effect, by name.
+/// Names of the settings that differ from the settings in effect.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Outcome {
     /// In effect now.
@@ -57,7 +57,7 @@ impl Reload {
     /// Sets the quotas of `loaded`, with which the service runs. `read` reads the settings again.
     ///
     /// # Errors
-    /// An error of the files of quotas, of the token or of TLS.
+    /// An error of a file of quotas, of the token or of TLS.
     pub fn new(
         loaded: Loaded,
         read: impl Fn() -> Result<Loaded, ConfigError> + Send + Sync + 'static,
@@ -83,7 +83,7 @@ impl Reload {
         Arc::clone(&self.loaded.read())
     }
 
-    /// Returns who may use the HTTP side.
+    /// Returns the rules for access to the HTTP side.
     pub(crate) fn access(&self) -> &LiveAccess {
         &self.access
     }
@@ -92,23 +92,23 @@ impl Reload {
         &self.digests
     }
 
-    /// Sets or removes a quota. Returns true if a restart finds it. May block, as [`Self::now`].
+    /// Sets or removes a quota. Returns true if it lasts over a restart. May block, as [`Self::now`].
     pub(crate) fn set_quota(&self, salt: &Salt, bytes: Option<u64>) -> bool {
         let (configured, kept) = &mut *self.quotas.lock();
         (self.service.engine()).set_quota(self.service.tenant(salt), bytes);
         kept.note(salt, bytes, configured)
     }
 
-    /// Reads the settings again. May block: on files, and on the evictions of a new quota.
+    /// Reads the settings again. May block on files, and on the evictions of a new quota.
     ///
     /// # Errors
-    /// An error of the settings or of a file that they name; then nothing has changed.
+    /// An error of the settings or of a file that they name. No setting has then changed.
     pub(crate) fn now(&self) -> Result<Outcome> {
         let (quotas_before, kept) = &mut *self.quotas.lock();
         let mut loaded = Loaded::clone(&self.loaded());
         let read = (self.read)()?;
         let quotas = quotas::of(&read.config)?;
-        // The files of the settings in effect: the names of others need a restart.
+        // Of the settings in effect: other file names need a restart.
         let access = Access::read(&loaded.config)?;
         for warning in &read.warnings {
             warn!("{warning}");

@@ -1,4 +1,4 @@
-//! The tiers of shared stores as the configuration asks for them.
+//! Opens the tiers of shared stores of the configuration.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -19,11 +19,11 @@ use tracing::info;
 use crate::config::{RemoteSettings, ServeConfig};
 use crate::late_filter::LateFilter;
 
-/// Time that the store has to answer before the server goes on without it.
+/// Time that the stores have to answer before the server starts without them.
 const START: Duration = Duration::from_millis(500);
 
-/// The tier of a store with its policy, the spaces whose chunks it takes, and the key of the digests
-/// of salts.
+/// The tier of a store, with its policy, the spaces whose chunks it takes, and the key for digests of
+/// salts.
 pub(crate) struct Remote {
     tier: Arc<RemoteTier>,
     policy: TierPolicy,
@@ -45,9 +45,9 @@ impl Remote {
         Arc::clone(&self.tier)
     }
 
-    /// Serves this service from now on: takes the whole chunks that can be found again later, of
-    /// these tenants if any are given, and describes the spaces of its engines in the store. Tails
-    /// are left out: each of their blocks would be an object of its own.
+    /// Serves this service from now on. Takes the whole chunks that can be found again later, only
+    /// those of `tenants` if given, and describes the spaces of its engines in the store. Tails are
+    /// not stored: each of their blocks would be a separate object.
     pub(crate) fn serve(self, service: &Service, tenants: Option<HashSet<TenantId>>) {
         let (lasting, whole) = (service.lasting_spaces(), service.whole_chunk_spaces());
         let picked = move |space| lasting(space) && whole(space);
@@ -75,7 +75,7 @@ impl Remote {
     }
 }
 
-/// Reads the key of the digests: that of the store, or else that of the peers.
+/// Reads the key for digests: the key of the store, or else the key of the peers.
 pub(crate) fn keys(config: &ServeConfig, store: Option<&RemoteSettings>) -> Result<Option<Keys>> {
     let own = store.and_then(|store| store.key.as_ref());
     let own = own.map(|path| ("--remote-key", path));
@@ -86,13 +86,13 @@ pub(crate) fn keys(config: &ServeConfig, store: Option<&RemoteSettings>) -> Resu
     own.or(shared).map(read).transpose()
 }
 
-/// Starts the tiers of the stores that the configuration has, in their order. Blocks for a moment.
-/// A server starts without its stores, which are reached in the background.
+/// Starts the tiers of the configured stores, in their order. Blocks for at most [`START`]. A server
+/// starts without a store that does not answer; it is reached in the background.
 pub(crate) fn open(config: &ServeConfig, clears: &ClearLog) -> Result<Vec<Remote>> {
     let stores = config.remotes().enumerate();
     let open = |(number, store)| open_one(store, number, keys(config, Some(store))?, clears);
     let remotes: Vec<Remote> = stores.map(open).collect::<Result<_>>()?;
-    // Most stores answer at once: then the engine knows from the start what was cleared.
+    // Most stores answer at once. The engine then knows from the start what was cleared.
     let starting = Instant::now() + START;
     for remote in &remotes {
         Handle::current().block_on(remote.tier.ready(starting));

@@ -1,7 +1,7 @@
 //! Salts of tenants, as operators write them and as output shows them.
 //!
-//! A salt names the chunks of its tenant. Users that are trusted see salts in clear; others, and the
-//! log, see digests.
+//! A salt names the chunks of its tenant. Trusted users see salts in clear; other users and the log see
+//! digests.
 
 use std::fmt;
 
@@ -36,11 +36,11 @@ pub(crate) fn in_clear(salt: &Salt) -> &str {
 pub struct SaltDigests(Keys);
 
 impl SaltDigests {
-    /// Takes the key of the first store, or else that of the peers, so that digests are those that
-    /// `lmc remote du` and `lmc peers` show. Without either, the key is of this start alone.
+    /// Takes the key of the first store, or else the key of the peers, so that the digests are the same
+    /// as in `lmc remote du` and `lmc peers`. Without either, makes a random key for this start.
     ///
     /// # Errors
-    /// A key file that cannot be read, or a system without random bytes.
+    /// A key file cannot be read, or the system has no random bytes.
     pub fn new(config: &ServeConfig) -> Result<Self> {
         let keys = match remote::keys(config, config.remotes().next())? {
             Some(keys) => keys,

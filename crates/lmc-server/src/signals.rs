@@ -1,4 +1,4 @@
-//! The signals that end the server, and those that must not.
+//! The signals that end the server, and signals that must not end it.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -14,15 +14,16 @@ use tracing::info;
 /// systemd may send SIGHUP after SIGTERM.
 const TOGETHER: Duration = Duration::from_secs(1);
 
-/// The signals of this process, noted from the first moment on.
+/// The signals of this process, received from the start on.
 ///
-/// SIGTERM and SIGINT end the server in order. SIGHUP does where the server was started in a terminal,
-/// which is lost then; elsewhere the settings are read again. SIGUSR1 and SIGUSR2, which would kill, are ignored.
-/// SIGQUIT keeps its meaning, to end at once with a core dump; SIGPIPE is ignored by Rust.
+/// SIGTERM and SIGINT end the server in order. If the server was started in a terminal, so does SIGHUP,
+/// which means that the terminal is lost; elsewhere SIGHUP reads the settings again. SIGUSR1 and SIGUSR2
+/// would kill the process by default and are ignored. SIGQUIT keeps its meaning, to end at once with a core
+/// dump; Rust ignores SIGPIPE.
 pub(crate) struct Signals {
     terminate: Signal,
     interrupt: Signal,
-    /// `None` where the parent process ignores it, as `nohup` does.
+    /// `None` if the parent process ignores SIGHUP, as `nohup` does.
     hang_up: Option<Signal>,
     has_terminal: bool,
     reload: Arc<Notify>,
@@ -43,7 +44,7 @@ impl Signals {
             terminate: on(SignalKind::terminate(), "SIGTERM")?,
             interrupt: on(SignalKind::interrupt(), "SIGINT")?,
             hang_up,
-            // Later it may be gone.
+            // Checked now: later the terminal may be gone.
             has_terminal: File::open("/dev/tty").is_ok(),
             reload: Arc::default(),
             user: [
@@ -54,12 +55,12 @@ impl Signals {
         })
     }
 
-    /// Returns the notice that settings are to be read again.
+    /// Returns the notification to read the settings again.
     pub(crate) fn reload(&self) -> Arc<Notify> {
         Arc::clone(&self.reload)
     }
 
-    /// Waits for the signal that ends the server; its name.
+    /// Waits for the signal that ends the server, and returns its name.
     pub(crate) async fn first(&mut self) -> &'static str {
         loop {
             match self.any().await {
@@ -73,8 +74,8 @@ impl Signals {
         }
     }
 
-    /// Waits, after the first, for one that ends the server at once: SIGTERM or SIGINT, and not
-    /// together with the first.
+    /// Waits after the first signal for another one that ends the server at once: SIGTERM or SIGINT, at
+    /// least [`TOGETHER`] after the first.
     pub(crate) async fn second(&mut self) -> &'static str {
         loop {
             let name = self.any().await;

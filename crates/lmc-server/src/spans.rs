@@ -17,13 +17,13 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::http_client::{http_client, post_json};
 
-/// Spans that wait for the collector, at most, and as many that are being sent.
+/// Limit on the spans that wait for the collector; as many again may be being sent.
 pub(crate) const MAX_QUEUED: usize = 8192;
-/// Spans of one message, at most.
+/// Limit on the spans of one message.
 const MAX_BATCH: usize = 512;
-/// Time whose spans are sent together.
+/// Time for which spans are collected and then sent together.
 const BATCH_PAUSE: Duration = Duration::from_secs(1);
-/// Time for which the spans of one pause are tried.
+/// Time for which sending the collected spans is tried.
 const BATCH_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest time of one message.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(5);
@@ -36,8 +36,8 @@ const KIND_SERVER: u8 = 2;
 /// Code of a step that failed.
 const STATUS_ERROR: u8 = 2;
 
-/// Sends a collector the spans of a server, where there is one. Once `stopped` turns true, sends the last
-/// ones and ends.
+/// Sends the spans of a server to a collector, if there is one. Once `stopped` turns true, sends the last
+/// spans and ends.
 pub(crate) async fn send(
     service: Service,
     collector: Option<Uri>,
@@ -64,7 +64,7 @@ pub(crate) async fn send(
     let until = Instant::now() + LAST_TIMEOUT;
     let _ = timeout(LAST_TIMEOUT, collector.send(until)).await;
     if !collector.waiting.is_empty() {
-        warn!("the collector of --otlp-endpoint has not taken the last spans");
+        warn!("the collector of --otlp-endpoint did not take the last spans in time; they are lost");
     }
     collector.give_up();
 }
@@ -74,13 +74,13 @@ struct Collector {
     url: Uri,
     client: Client<HttpConnector, Body>,
     service: Service,
-    /// The spans that it has not taken.
+    /// The spans that the collector has not taken yet.
     waiting: Vec<Span>,
-    /// Number of the first of them since the start.
+    /// Number of the first waiting span, counted since the start.
     first: u64,
-    /// Makes ids of numbers, which no other process makes.
+    /// Turns numbers into ids that no other process uses.
     ids: RandomState,
-    /// True since it has failed to take a message.
+    /// True after the collector failed to take a message.
     is_failing: bool,
 }
 
@@ -97,7 +97,7 @@ impl Collector {
         }
     }
 
-    /// Sends the spans that wait, each message again until the collector has taken it or the time is over.
+    /// Sends the waiting spans. Repeats each message until the collector has taken it or the time is over.
     async fn send(&mut self, until: Instant) {
         while !self.waiting.is_empty() && Instant::now() < until {
             let batch = self.waiting.len().min(MAX_BATCH);
@@ -115,7 +115,7 @@ impl Collector {
                     continue;
                 }
                 Ok((status, _)) => {
-                    self.failed(&anyhow!("it answers HTTP {status}"));
+                    self.failed(&anyhow!("the collector answers HTTP {status}"));
                     matches!(status.as_u16(), 408 | 429 | 502..=504)
                 }
                 Err(error) => {
@@ -132,7 +132,7 @@ impl Collector {
         }
     }
 
-    /// Loses the spans that wait.
+    /// Drops the waiting spans and counts them as lost.
     fn give_up(&mut self) {
         self.service.count_lost_spans(self.waiting.len());
         self.taken(self.waiting.len());
@@ -149,13 +149,13 @@ impl Collector {
             warn!(
                 collector = %self.url,
                 error,
-                "the collector does not take spans: look whether it runs and takes OTLP over HTTP at this \
-                 URL, which is port 4318 as a rule"
+                "the collector does not take spans: check whether it runs and takes OTLP over HTTP at this \
+                 URL, usually at port 4318"
             );
         }
     }
 
-    /// Returns the first of the waiting spans as OpenTelemetry's protocol has them.
+    /// Returns the message with these spans, the first of the waiting ones, in OpenTelemetry's protocol.
     fn message(&self, spans: &[Span]) -> Value {
         let numbered = (self.first..).zip(spans);
         let spans = numbered.map(|(number, one)| span(one, self.ids.hash_one(number)));
@@ -171,7 +171,7 @@ impl Collector {
     }
 }
 
-/// Returns a span as OpenTelemetry's protocol has it. One without a parent is in a trace of its request.
+/// Returns a span in OpenTelemetry's protocol. A span without a parent belongs to a trace of its request.
 fn span(span: &Span, id: u64) -> Value {
     let trace = span.parent.map_or_else(
         || xxh3_128(span.request.as_bytes()),
@@ -238,11 +238,11 @@ fn span(span: &Span, id: u64) -> Value {
     value
 }
 
-/// Returns the number of spans that a collector says that it has dropped of a message.
+/// Returns the number of spans of a message that the collector reports as rejected.
 fn rejected(answer: &[u8]) -> usize {
     let answer: Value = serde_json::from_slice(answer).unwrap_or_default();
     let rejected = &answer["partialSuccess"]["rejectedSpans"];
-    // JSON has numbers of 64 bits as texts there.
+    // OTLP writes numbers of 64 bits as text in JSON.
     let count = rejected.as_str().and_then(|text| text.parse().ok());
     let count = count.or(rejected.as_u64()).unwrap_or_default();
     usize::try_from(count).unwrap_or(MAX_BATCH).min(MAX_BATCH)
@@ -260,7 +260,7 @@ fn text(key: &str, value: &str) -> Value {
     json!({"key": key, "value": {"stringValue": value}})
 }
 
-/// Returns an attribute. JSON has numbers of 64 bits as texts there.
+/// Returns an attribute. OTLP writes numbers of 64 bits as text in JSON.
 fn number(key: &str, value: u64) -> Value {
     json!({"key": key, "value": {"intValue": value.to_string()}})
 }

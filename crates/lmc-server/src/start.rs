@@ -29,8 +29,8 @@ use crate::stdout::outln;
 use crate::text::version;
 
 pub(crate) const HELP: &str = "\
-lmc's own connector for vLLM runs this where it finds no server. The server's socket, its log and a
-record of its settings are in /run/lmc for root, and in /tmp/lmc-UID for other users.
+lmc's own connector for vLLM runs this command if it finds no server. The server's socket, its log and
+a record of its settings are in /run/lmc for root, and in /tmp/lmc-UID for other users.
 
 Examples:
   lmc start                                     a server that ends 10 minutes after its last engine
@@ -38,20 +38,20 @@ Examples:
 
 /// Time that a server has to answer.
 const PROBE: Duration = Duration::from_secs(3);
-/// Time between two looks at what is waited for.
+/// Time between two checks of the server that is waited for.
 const PAUSE: Duration = Duration::from_millis(20);
-/// Time without an engine after which a server ends that was started in the background, in seconds.
+/// Seconds without an engine after which a server in the background ends.
 const IDLE_SECONDS: &str = "600";
-/// Size at which its log is cut.
+/// Size at which the log of a server in the background is truncated.
 const LOG_BYTES: i64 = 16 << 20;
-/// Lines of the log that are shown where a server ends at its start.
+/// Lines of the log that are shown if a server ends at its start.
 const SHOWN_LINES: usize = 5;
-/// Score that the kernel adds to a server's when it looks for memory: the first of all. The pages of
-/// the pool that an engine maps count for the engine as well.
+/// OOM score adjustment of a server: the kernel kills it first when memory is short. Pages of the pool
+/// that an engine maps count for the engine as well, so without it the engine may be killed first.
 const OOM_SCORE: &str = "1000";
 
-/// Variables that the server gets, and beginnings of their names. Others are those of an engine, such
-/// as LD_PRELOAD and OMP_NUM_THREADS.
+/// Variables that the server gets, and prefixes of further variables. All others belong to an engine,
+/// such as LD_PRELOAD and OMP_NUM_THREADS.
 const VARIABLES: [&str; 8] = [
     "PATH",
     "HOME",
@@ -67,29 +67,29 @@ const VARIABLES_FROM: [&str; 5] = ["LMC_", "XDG_", "LC_", "AWS_", "SSL_CERT_"];
 // A doc comment here would become the text of the command.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Arguments {
-    /// Seconds that a server has to start; after them it goes on to start, and this command ends.
+    /// Seconds to wait for the server to start. After that this command ends, and the server continues to start.
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     timeout_seconds: u64,
     /// Print JSON: address, http, started, log, warnings.
     #[arg(long)]
     json: bool,
-    /// Flags of `lmc serve` for a server that is started.
+    /// Flags of `lmc serve` for the server, if it is started.
     #[arg(last = true, value_name = "FLAGS")]
     flags: Vec<String>,
 }
 
-/// A server that engines of this user find, now or in a moment.
+/// A server that engines of this user find, now or as soon as it listens.
 #[derive(Debug)]
 struct Found {
     address: String,
-    /// Address at which it answers people, if that is known.
+    /// URL of its HTTP side, if known.
     http: Option<String>,
     was_started: bool,
     warnings: Vec<String>,
 }
 
-/// The folder of this user's server: its socket, its log, a record of its settings, and a lock that the
-/// server holds until it ends, as its standard input.
+/// The folder of this user's server, with its socket, its log, a record of its settings, and a lock. The
+/// server holds the lock until it ends, because the lock is its standard input.
 struct Own {
     folder: PathBuf,
 }
@@ -127,7 +127,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
         false => outln!("engines find a server at {}", found.address),
     }
     if let Some(http) = &found.http {
-        outln!("for a look at it: lmc status --url {http}");
+        outln!("show its status with: lmc status --url {http}");
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -174,7 +174,7 @@ impl Own {
         Ok(check_private(&self.folder)?)
     }
 
-    /// Returns the server that another process starts meanwhile, or starts one.
+    /// Returns the server that another process has started meanwhile, or starts one.
     fn found_or_started(&self, flags: &[String], deadline: Instant) -> Result<Found> {
         self.make_folder()?;
         let lock = self.lock()?;
@@ -203,7 +203,7 @@ impl Own {
         }
     }
 
-    /// Warns where a server that runs is not the one that is asked for: it wins.
+    /// Returns a running server, with warnings if its version or its settings are not the requested ones.
     fn found(&self, server: &Endpoint, flags: &[String]) -> Found {
         let address = server.to_string();
         let mut warnings = Vec::new();
@@ -214,22 +214,22 @@ impl Own {
                 let found = record["version"].as_str().unwrap_or_default();
                 if found != version() {
                     warnings.push(format!(
-                        "the server at {address} is lmc {found}, and this is {}: it is used; process \
-                         {process} has to end before this one is started",
+                        "the running server at {address} is lmc {found}, and this is lmc {}: the running \
+                         server is used; end process {process} to start this version",
                         version()
                     ));
                 }
                 if !flags.is_empty() && record["flags"] != json!(flags) {
                     warnings.push(format!(
                         "the server at {address} was started with other settings ({}), which stay \
-                         in effect; process {process} has to end before they change",
+                         in effect; end process {process} to change them",
                         shown(&record["flags"])
                     ));
                 }
             }
             None if !flags.is_empty() => warnings.push(format!(
-                "a server runs at {address} that was not started by `lmc start`: its settings stay in \
-                 effect"
+                "the server at {address} was not started by `lmc start`: its settings stay in effect, and \
+                 the flags given here are ignored"
             )),
             None => {}
         }
@@ -241,21 +241,21 @@ impl Own {
         }
     }
 
-    /// Returns the record of the server at an address, if `lmc start` has started it. That one holds
-    /// the lock.
+    /// Returns the record of the server at an address, if `lmc start` has started it. Such a server
+    /// holds the lock.
     fn record_of(&self, address: &str) -> Option<Value> {
-        // Shared, so that two that look do not take each other for a server.
+        // A shared lock, so that two callers do not take each other for a server.
         let is_locked = |lock: File| flock(&lock, FlockOperation::NonBlockingLockShared).is_err();
         let is_started = address == self.address() && self.lock().is_ok_and(is_locked);
         is_started.then(|| read_record(&self.record())).flatten()
     }
 
-    /// Starts a server, which takes the lock over, and waits until it listens.
+    /// Starts a server, passes it the lock, and waits until it listens.
     fn start(&self, lock: File, flags: &[String], deadline: Instant) -> Result<Found> {
         let socket = self.socket();
         ensure!(
             !flags.iter().any(|flag| flag.starts_with("--ipc-path")),
-            "engines look for this server at {}: leave --ipc-path out, or start it by `lmc serve`",
+            "engines look for this server at {}: omit --ipc-path, or start the server with `lmc serve`",
             socket.display()
         );
         let _ = fs::remove_file(self.record());
@@ -274,7 +274,7 @@ impl Own {
             }
             if Instant::now() >= deadline {
                 warnings.push(format!(
-                    "the server is not ready yet; engines use it once it is; its log is {}",
+                    "the server is not ready yet; engines use it as soon as it is; its log is {}",
                     self.log().display()
                 ));
                 break None;
@@ -335,11 +335,10 @@ fn http_of(record: &Value) -> Option<String> {
     record["http"].as_str().map(str::to_owned)
 }
 
-/// The first arguments of a server in the background; its socket and the flags that were asked for
-/// follow.
+/// The first arguments of a server in the background. Its socket and the requested flags follow.
 const COMMAND: [&str; 3] = ["serve", "--detached", "--ipc-path"];
 
-/// Starts the process of a server, which does not end with this one.
+/// Starts the process of a server, which outlives this process.
 fn spawn(socket: &Path, lock: File, flags: &[String]) -> Result<Child> {
     let log = log_beside(socket);
     let _ = fs::rename(&log, older(&log));
@@ -347,7 +346,7 @@ fn spawn(socket: &Path, lock: File, flags: &[String]) -> Result<Child> {
     let output = output.create(true).append(true).mode(0o600);
     let output = output.open(&log).context(format!("{}", log.display()))?;
     let program = std::env::current_exe().context("this program's path")?;
-    // An update may have replaced it.
+    // An update may have replaced the file.
     let running = PathBuf::from("/proc/self/exe");
     let mut command = Command::new(if program.exists() { program } else { running });
     command
@@ -363,9 +362,9 @@ fn spawn(socket: &Path, lock: File, flags: &[String]) -> Result<Child> {
     command.spawn().context("the server cannot be started")
 }
 
-/// Returns the settings of a server in the background, where neither flag nor variable nor file has
-/// another. The ports are any: stock clients expect to map the pool of a server at 5555 by its name, and
-/// other programs of the host may want 8080.
+/// Returns the settings of a server in the background that no flag, variable or file sets. The system
+/// chooses the ports: stock clients of a server at 5555 expect to map its pool by name, and other programs
+/// of the host may want 8080.
 pub(crate) fn settings(entries: &[Entry]) -> Vec<(String, Raw)> {
     let settings = [
         ("port", "0"),
@@ -404,13 +403,13 @@ fn last_lines(log: &Path) -> String {
     }
 }
 
-/// Returns the path of the log before this one.
+/// Returns the path of the previous log.
 fn older(log: &Path) -> PathBuf {
     log.with_extension("log.1")
 }
 
-/// Cuts a log that has grown to a size: its folder may be in memory. The older one has the rest, where
-/// there is space for it.
+/// Truncates a log that has reached a size, because its folder may be in memory. Its content is first
+/// copied to the older log, if there is space.
 fn keep_short(file: impl AsFd, log: &Path, bytes: i64) {
     if fstat(&file).is_ok_and(|found| found.st_size >= bytes) {
         let _ = fs::copy(log, older(log));
@@ -426,9 +425,9 @@ pub(crate) struct Background {
 }
 
 impl Background {
-    /// Makes this process independent of the one that started it, which may be an engine: a session of
-    /// its own, all cores and NUMA nodes, no soft limits, and the first to go where memory is short. A
-    /// change that the system does not allow is left out.
+    /// Makes this process independent of its parent, which may be an engine: it gets its own session,
+    /// all cores and NUMA nodes, no soft limits, and is killed first when memory is short. Changes that
+    /// the system does not allow are omitted.
     pub(crate) fn begin(config: &ServeConfig) -> Self {
         let _ = setsid();
         let mut cores = CpuSet::new();
@@ -445,7 +444,7 @@ impl Background {
         ] {
             limits::raise(resource);
         }
-        // No file is for others to write, whatever the engine's are.
+        // Other users may write no file of the server, whatever the engine's umask is.
         umask(umask(Mode::empty()) | Mode::WGRP | Mode::WOTH);
         let _ = fs::write("/proc/self/oom_score_adj", OOM_SCORE);
         let socket = config.ipc_path.clone();
@@ -454,7 +453,7 @@ impl Background {
         }
     }
 
-    /// Notes that this server listens, and with which flags, for `lmc start`.
+    /// Records for `lmc start` that this server listens, and its flags.
     pub(crate) fn listens(&self, http: &str) {
         let flags: Vec<String> = std::env::args().skip(COMMAND.len() + 2).collect();
         let record = json!({
@@ -464,11 +463,11 @@ impl Background {
             "flags": flags,
         });
         if let Err(error) = write_private(&record_beside(&self.socket), &record.to_string()) {
-            warn!("`lmc start` does not know the settings of this server: {error:#}");
+            warn!("cannot record the settings of this server, so `lmc start` does not know them: {error:#}");
         }
     }
 
-    /// Cuts the log where it is long.
+    /// Truncates the log if it is long.
     pub(crate) fn keep_log_short(&self) {
         keep_short(io::stderr(), &log_beside(&self.socket), LOG_BYTES);
     }
@@ -481,7 +480,7 @@ mod tests {
     use std::io::Write as _;
 
     #[test]
-    fn the_settings_of_the_background_win_over_defaults_alone() {
+    fn the_settings_of_the_background_win_over_defaults_only() {
         let load = |flags: &[(&str, &str)], variables: &[(&str, &str)]| {
             let flags = flags
                 .iter()
@@ -500,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_are_compared_as_they_are_meant_and_shown_without_passwords() {
+    fn flags_are_compared_by_meaning_and_shown_without_passwords() {
         let flags =
             |text: &str| normalized(&text.split(' ').map(str::to_owned).collect::<Vec<_>>());
         let both = flags("--remote redis://:secret@host --disk-fill --chunk-size=16");
@@ -517,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_is_cut_at_its_limit_and_written_on() {
+    fn a_log_is_truncated_at_its_limit_and_continued() {
         let folder = lmc_testkit::Folder::temporary();
         let log = folder.join("serve.log");
         let mut file = File::options();

@@ -1,4 +1,4 @@
-//! The state folder: clears and quotas that this server remembers outside of its tiers.
+//! The state folder: clears and quotas that this server keeps outside its tiers.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
@@ -11,8 +11,7 @@ use tracing::warn;
 
 use crate::config::{ServeConfig, StateDir};
 
-/// Returns the folder of what this server remembers outside of its tiers; `None` without one that can be
-/// written.
+/// Returns the state folder; `None` if there is none that can be written.
 fn folder(config: &ServeConfig) -> Option<PathBuf> {
     match &config.state_dir {
         StateDir::None => None,
@@ -21,12 +20,12 @@ fn folder(config: &ServeConfig) -> Option<PathBuf> {
     }
 }
 
-/// Returns the file for the quotas that are set over HTTP; `None` where they are not kept.
+/// Returns the file for the quotas that are set over HTTP; `None` if they are not kept.
 pub(crate) fn quotas_file(config: &ServeConfig) -> Option<PathBuf> {
     Some(folder(config)?.join(format!("{}.quotas", name(config))))
 }
 
-/// Replaces a file that only this user may read, durably.
+/// Durably replaces a file that only this user may read.
 pub(crate) fn write_private(path: &Path, text: &str) -> io::Result<()> {
     if let Some(folder) = path.parent() {
         fs::create_dir_all(folder)?;
@@ -44,35 +43,35 @@ pub(crate) fn write_private(path: &Path, text: &str) -> io::Result<()> {
     }
 }
 
-/// Opens the log of clears. It is done before any tier is opened, any port listened at for
-/// peers, and any store asked.
+/// Opens the log of clears. Must be called before any tier is opened, any store is asked, and the server
+/// listens for peers.
 pub(crate) fn open_clears(config: &ServeConfig) -> Result<ClearLog> {
     let opened = match (&config.state_dir, folder(config)) {
         (StateDir::None, _) => return Ok(ClearLog::default()),
         (StateDir::Auto, None) => {
             warn!(
-                "no state folder is writable: a restart forgets the clears from now on that no drive, peer or store has noted; set --state-dir"
+                "no state folder is writable: a restart loses the clears from now on, unless a drive, a peer or a store has recorded them; set --state-dir to a writable folder"
             );
             ClearLog::read(&name(config), &usual_folders())
         }
         (StateDir::Auto, Some(folder)) => {
-            // Another may have been writable at the last start: under another user or HOME.
+            // Another folder may have been the writable one at the last start, under another user or HOME.
             let mut others = usual_folders();
             others.retain(|path| *path != folder);
             ClearLog::open(&folder, &name(config), &others)
         }
         (StateDir::Path(path), _) => ClearLog::open(path, &name(config), &[]),
     };
-    opened.map_err(|error| anyhow!("it is not known what was cleared: {error}"))
+    opened.map_err(|error| anyhow!("the record of clears in --state-dir cannot be opened: {error}"))
 }
 
-/// The name of this server's file: that of the peer; or else, in a folder that may be that of
-/// several servers, the address that engines connect to.
+/// Returns the name of this server's file: its name among peers, or else, in a folder that several servers
+/// may use, the address that engines connect to.
 fn name(config: &ServeConfig) -> String {
     let name = match (&config.p2p_name, &config.state_dir, &config.ipc_path) {
         (Some(name), ..) => name.clone(),
         (None, StateDir::Path(_), _) => "lmc".to_owned(),
-        // Any port: the next start has another.
+        // With port 0 the next start has another port.
         (None, _, Some(path)) if config.port == 0 => path.display().to_string(),
         (None, ..) => format!("{}-{}", config.host, config.port),
     };

@@ -1,4 +1,4 @@
-//! Standard output of the commands, whose readers may leave: `lmc status | head -1`.
+//! Standard output of the commands. Its reader may close the pipe early: `lmc status | head -1`.
 
 use std::fmt;
 use std::io::{self, ErrorKind, Write as _};
@@ -20,10 +20,10 @@ macro_rules! outln {
 
 pub(crate) use {out, outln};
 
-/// Set once something could not be printed.
+/// Set once output could not be printed.
 static FAILED: AtomicBool = AtomicBool::new(false);
 
-/// Returns true once something could not be printed: the command has failed then.
+/// Returns true once output could not be printed: the command has then failed.
 pub(crate) fn has_failed() -> bool {
     FAILED.load(Ordering::Relaxed)
 }
@@ -33,7 +33,8 @@ pub(crate) fn print(text: fmt::Arguments<'_>) {
     bytes(fmt::format(text).as_bytes());
 }
 
-/// Prints bytes. A reader that has read enough is no error; others are shown, and make the command fail in the end.
+/// Prints bytes. A reader that closes the pipe is no error; other errors are shown, and the command fails
+/// at its end.
 pub(crate) fn bytes(bytes: &[u8]) {
     let mut stdout = io::stdout().lock();
     let written = stdout.write_all(bytes).and_then(|()| stdout.flush());

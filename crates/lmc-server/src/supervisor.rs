@@ -1,5 +1,5 @@
-//! Notices to the service manager that started this process (`sd_notify` of systemd): the start and the
-//! end, a line of state, and the watchdog's pings.
+//! Notices to the service manager that started this process (`sd_notify` of systemd): start, stop, a line
+//! of state, and pings of the watchdog.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -12,10 +12,10 @@ use lmc_key::Printable;
 use tokio::sync::watch;
 use tracing::warn;
 
-/// Longest wait for a service manager that reads no notices.
+/// Longest wait for a service manager that does not read notices.
 const SEND_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A service manager; without one, or where none is named, every notice is dropped.
+/// A service manager. If the environment names none, every notice is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct Supervisor {
     socket: Option<(UnixDatagram, SocketAddr)>,
@@ -24,15 +24,15 @@ pub(crate) struct Supervisor {
 }
 
 impl Supervisor {
-    /// Returns the service manager that this process's environment names. A name that cannot be used is
-    /// a warning: the server works without.
+    /// Returns the service manager that this process's environment names. Warns of a name that cannot be
+    /// used: the server works without a manager.
     pub(crate) fn of_environment() -> Self {
         let variable = |name: &str| std::env::var_os(name);
         match Self::of(variable, std::process::id()) {
             Ok(supervisor) => supervisor,
             Err((name, error)) => {
                 warn!(
-                    "NOTIFY_SOCKET={} cannot be used: {error}; the service manager does not learn \
+                    "NOTIFY_SOCKET={} cannot be used: {error}; the service manager is not notified \
                      that this server is ready",
                     Printable(&name.to_string_lossy())
                 );
@@ -49,7 +49,7 @@ impl Supervisor {
             return Ok(Self::default());
         };
         let number = |name: &str| variable(name)?.to_str()?.parse::<u64>().ok();
-        // Without a process, the variables are for every process of the service.
+        // Without WATCHDOG_PID, the variables are for every process of the service.
         let is_ours = variable("WATCHDOG_PID").is_none()
             || number("WATCHDOG_PID") == Some(u64::from(process));
         let watchdog = number("WATCHDOG_USEC").filter(|&micros| is_ours && micros > 0);
@@ -65,12 +65,12 @@ impl Supervisor {
         self.send("READY=1\nSTATUS=serving engines");
     }
 
-    /// Reports that the start takes its time, and is not to be given up for so long.
+    /// Reports that the start goes on, and asks the manager to wait for it for `extension`.
     pub(crate) fn starting(&self, what: &str, extension: Duration) {
         self.send(&format!("STATUS={what}\n{}", extended(extension)));
     }
 
-    /// Reports that this process ends, and is not to be killed for so long.
+    /// Reports that this process stops, and asks the manager not to kill it for `timeout`.
     pub(crate) fn stopping(&self, timeout: Duration) {
         self.send(&format!(
             "STOPPING=1\nSTATUS=stopping\n{}",
@@ -78,9 +78,8 @@ impl Supervisor {
         ));
     }
 
-    /// Pings the watchdog, where there is one, each time that `probe` has shown that engines are
-    /// answered, until `stopped` turns true. A server whose probe fails, or does not come back, is
-    /// killed by the manager.
+    /// Pings the watchdog, if there is one, after each `probe` that shows that engines are answered,
+    /// until `stopped` turns true. The manager kills a server whose probes fail or do not return.
     pub(crate) async fn watch<F>(&self, probe: impl Fn() -> F, mut stopped: watch::Receiver<bool>)
     where
         F: Future<Output = Result<&'static str, String>>,
@@ -111,7 +110,7 @@ impl Supervisor {
                     if !std::mem::replace(&mut warned, true) {
                         warn!(
                             "the watchdog gets no ping: {reason}; the service manager kills this \
-                             server after {} s of that, and starts it again",
+                             server after {} s without a ping, and starts it again",
                             watchdog.as_secs_f64()
                         );
                     }
@@ -130,7 +129,7 @@ impl Supervisor {
     }
 }
 
-/// Opens the socket of a service manager: a path, or a name after `@` that is in no file system.
+/// Opens the socket of a service manager: a path, or an abstract name after `@`.
 fn open(name: &OsStr) -> io::Result<(UnixDatagram, SocketAddr)> {
     let address = match name.as_bytes() {
         [b'@', name @ ..] => SocketAddr::from_abstract_name(name)?,
@@ -219,7 +218,7 @@ mod tests {
         assert!(refused.is_err(), "{refused:?}");
     }
 
-    /// A thread that pings by the clock would keep a server alive that answers no engine.
+    /// Pings by the clock would keep a server alive that answers no engine.
     #[tokio::test(start_paused = true)]
     async fn the_watchdog_gets_no_ping_from_a_server_that_is_stuck() {
         let folder = Folder::temporary();

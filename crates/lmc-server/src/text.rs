@@ -1,6 +1,6 @@
 //! Texts that every command prints.
 
-/// The version, with the commit where it is known.
+/// Returns the version, with the commit if it is known.
 pub(crate) fn version() -> String {
     let version = env!("CARGO_PKG_VERSION");
     match env!("BUILD_COMMIT") {
@@ -9,7 +9,7 @@ pub(crate) fn version() -> String {
     }
 }
 
-/// An error with its causes, each said once: an I/O error's text often ends a context already.
+/// Returns an error with its causes, each once: a context often already ends with the text of an I/O error.
 pub(crate) fn error_text(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain() {

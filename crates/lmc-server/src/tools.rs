@@ -1,4 +1,4 @@
-//! Commands that talk to a server or look into its folder: `lmc status`, `lmc peers`, `lmc advise`, `lmc clear`,
+//! Commands that ask a server or inspect its folder: `lmc status`, `lmc peers`, `lmc advise`, `lmc clear`,
 //! `lmc drain`, `lmc quota`, `lmc disk`, `lmc remote`; and `lmc start`, `lmc proxy`, `lmc plan`.
 
 mod advise;
@@ -28,29 +28,29 @@ use crate::{bars, proxy, start};
 
 const RELOAD_HELP: &str = "\
 Flags and variables of the server stay as they were at its start; the files of --config and --quota-file \
-are read. --log-level, --request-log, --quota and --quota-file take effect at once. With an error \
-nothing changes.
+are read again. --log-level, --request-log, --quota and --quota-file take effect at once. If a file has \
+an error, nothing changes.
 
-SIGHUP does the same where the server was not started in a terminal.";
+SIGHUP does the same, unless the server was started in a terminal.";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Tool {
     /// Starts a server in the background, unless one runs
     #[command(after_help = start::HELP)]
     Start(start::Arguments),
-    /// Has one engine compute a prompt, and another one answer it
+    /// Lets one engine compute a prompt, and another engine answer it
     #[command(after_help = proxy::HELP)]
     Proxy(proxy::Arguments),
     /// Shows a server's hits, memory, disk, workers and latencies
-    #[command(after_help = "Exit code 1 where no server answers, or it does not answer engines.")]
+    #[command(after_help = "The exit code is 1 if no server answers, or if the server does not answer engines.")]
     Status(Server),
     /// Shows a server's state in a terminal, and draws it again every two seconds
     #[command(after_help = top::HELP)]
     Top(Address),
-    /// Shows a server's peers: who is there, what they hold, what moved, what failed and why
+    /// Shows a server's peers: which are connected, what they hold, what was read, what failed and why
     #[command(after_help = peers::HELP)]
     Peers(peers::Arguments),
-    /// Says what share of chunks a larger or smaller cache would have found
+    /// Estimates the share of chunks that a larger or smaller cache would have found
     #[command(after_help = advise::HELP)]
     Advise(Server),
     /// Empties the cache of a server, in memory and on disk
@@ -58,33 +58,33 @@ pub(crate) enum Tool {
     Clear {
         #[command(flatten)]
         server: Server,
-        /// Also clear chunks that engines are reading or writing at this moment.
+        /// Also clear chunks that engines are reading or writing now.
         #[arg(long)]
         force: bool,
-        /// Also delete the chunks in the server's shared stores (--remote), and wait for that. Without
-        /// it they stay there as misses, until they are replaced or go by age or size.
+        /// Also delete the chunks in the server's shared stores (--remote), and wait until they are deleted.
+        /// Without this flag they stay there as misses, until they are replaced or removed by age or size.
         #[arg(long)]
         shared: bool,
     },
-    /// Takes a server out of service: it stores nothing more, and writes to its tiers what they lack
+    /// Takes a server out of service: it stores no more chunks, and writes to its tiers the chunks that they lack
     #[command(after_help = drain::HELP)]
     Drain(drain::Arguments),
-    /// Says what a model's KV cache takes, and how many prompts a cache of some size holds
+    /// Computes the size of a model's KV cache, and how many prompts a cache of a given size holds
     #[command(after_help = plan::HELP)]
     Plan(plan::Arguments),
-    /// Says what each eviction policy would have found of a trace's prompts, by size of the cache
+    /// Computes the share of a trace's prompts that each eviction policy would have found, by cache size
     #[command(after_help = sim::help())]
     Sim(sim::Arguments),
-    /// Has a server read its settings again, and says which of them need a restart
+    /// Makes a server read its settings again, and lists changed settings that need a restart
     #[command(after_help = RELOAD_HELP)]
     Reload(Server),
-    /// Looks into the folder of a disk tier, while no server uses it
+    /// Inspects the folder of a disk tier, while no server uses it
     #[command(subcommand)]
     Disk(disk::Verb),
-    /// Looks into a shared store: checks it, shows what it holds, and removes what is not needed
+    /// Checks a shared store, shows what it holds, and removes chunks that are not needed
     #[command(subcommand, after_help = remote::HELP)]
     Remote(remote::Verb),
-    /// Shows and sets how many bytes a tenant (cache_salt) may hold
+    /// Shows and sets the bytes that a tenant (cache_salt) may hold
     #[command(subcommand, after_help = format!("A quota that is set here lasts {}.", quota::LASTS))]
     Quota(quota::Verb),
 }
@@ -93,7 +93,8 @@ pub(crate) enum Tool {
 #[derive(Debug, Args)]
 pub(crate) struct Address {
     /// The server's HTTP address (--http-host, --http-port). The variable LMC_HTTP_TOKEN_FILE names the
-    /// file with its token, LMC_CA_FILE certificates to trust for https in place of the system's.
+    /// file with its token; LMC_CA_FILE names a file with certificates to trust for https in place of the
+    /// system's.
     #[arg(
         long,
         value_name = "URL",
@@ -109,7 +110,7 @@ pub(crate) struct Address {
 pub(crate) struct Server {
     #[command(flatten)]
     address: Address,
-    /// Print JSON, as the server answers.
+    /// Print the server's answer as JSON.
     #[arg(long)]
     json: bool,
 }
@@ -159,7 +160,7 @@ pub(crate) fn run(tool: &Tool) -> Result<ExitCode> {
     }
 }
 
-/// The result of reading settings again.
+/// Formats the result of reading the settings again.
 fn reloaded(answer: &Value) -> String {
     let names = |field: &str| {
         let names = answer[field].as_array().into_iter().flatten();

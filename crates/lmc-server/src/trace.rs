@@ -1,6 +1,6 @@
-//! Request traces in the format of Mooncake's, which vLLM's `timed_trace` has too: one JSON object a line
-//! with the time of a request, the length of its prompt, and an id for each block of the prompt. Equal ids
-//! mean equal prompts up to the end of the block.
+//! Request traces in Mooncake's format, which is also the format of vLLM's `timed_trace`: one JSON object a
+//! line with the time of a request, the length of its prompt, and an id for each block of the prompt. Equal
+//! ids mean equal prompts up to the end of the block.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
@@ -12,15 +12,15 @@ use serde::Deserialize;
 
 /// Text after the help of commands that read a trace.
 pub(crate) const FORMAT: &str = "\
-TRACE has one JSON object a line, as Mooncake publishes them (FAST25-release/traces) and vLLM's
-timed_trace takes them:
+TRACE is a file with one JSON object a line, in the format that Mooncake publishes
+(FAST25-release/traces) and vLLM's timed_trace takes:
   {\"timestamp\": 0, \"input_length\": 6758, \"output_length\": 500, \"hash_ids\": [0, 1, 2]}
 timestamp is in milliseconds. hash_ids has an id for each block of the prompt; equal ids mean equal
 prompts up to the end of that block.";
 
-/// Longest line that is read.
+/// Limit on the bytes of a line.
 const MAX_LINE: u64 = 64 << 20;
-/// Most tokens of a prompt.
+/// Limit on the tokens of a prompt.
 const MAX_TOKENS: u64 = 1 << 30;
 
 /// One request.
@@ -51,7 +51,7 @@ struct Line {
 }
 
 impl Trace {
-    /// Reads a trace. Where `block_tokens` is `None`, the tokens of a block follow from the requests.
+    /// Reads a trace. If `block_tokens` is `None`, the tokens of a block are derived from the requests.
     pub(crate) fn read(path: &Path, block_tokens: Option<usize>) -> Result<Self> {
         let shown = path.display();
         let file = File::open(path).with_context(|| format!("cannot read {shown}"))?;
@@ -106,7 +106,7 @@ fn request(text: &str) -> Result<TraceRequest> {
     );
     let blocks = line
         .hash_ids
-        .context("it has no hash_ids, which say what prompts have in common")?;
+        .context("the request has no hash_ids, which say what prompts have in common")?;
     ensure!(
         !blocks.is_empty() && blocks.len() as u64 <= line.input_length,
         "hash_ids: expected an id for each block of the prompt"
@@ -118,8 +118,8 @@ fn request(text: &str) -> Result<TraceRequest> {
     })
 }
 
-/// Returns the tokens of a block with which every prompt has as many blocks as it has ids: the power of
-/// two, where several lengths would do.
+/// Returns the tokens of a block for which every prompt has as many blocks as ids. If several lengths fit,
+/// prefers a power of two.
 fn block_of(requests: &[TraceRequest]) -> Result<usize> {
     let (mut least, mut most) = (1, usize::MAX);
     for request in requests {
@@ -134,7 +134,7 @@ fn block_of(requests: &[TraceRequest]) -> Result<usize> {
         () if power <= most => Ok(power),
         () if least <= most => Ok(least),
         () => bail!(
-            "its prompts have no one length of blocks: give the tokens of a block by --block-tokens"
+            "no single length of blocks fits all its prompts: give the tokens of a block with --block-tokens"
         ),
     }
 }

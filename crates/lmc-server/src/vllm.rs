@@ -1,4 +1,4 @@
-//! The flag by which vLLM reaches a server, with the stock connector or with lmc's own.
+//! The flag that makes vLLM use a server, with the stock connector or with lmc's own.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::Path;
@@ -11,8 +11,8 @@ use crate::config::TransferMode;
 /// Default address at which LMCache's connector looks for a server.
 const CONNECTOR_PORT: u16 = 5555;
 
-/// The value of vLLM's `--kv-transfer-config` for lmc's own connector, which is to reach the server
-/// by its Unix socket.
+/// Returns the value of vLLM's `--kv-transfer-config` for lmc's own connector, which connects to the
+/// server's Unix socket.
 pub(crate) fn own_transfer_config(socket: &Path) -> String {
     let is_found = socket == Path::new(LOCAL_SOCKET);
     let server = if is_found { Path::new("local") } else { socket };
@@ -26,11 +26,11 @@ pub(crate) fn own_transfer_config(socket: &Path) -> String {
     config.to_string()
 }
 
-/// The value of vLLM's `--kv-transfer-config` for engines that are to reach the server which
-/// listens at `host` and `port`. It holds neither spaces nor single quotes.
+/// Returns the value of vLLM's `--kv-transfer-config` for engines of the server that listens at `host` and
+/// `port`. It holds neither spaces nor single quotes.
 ///
-/// Host and port are named where they differ from the client's own, and the transfer mode where the
-/// server serves one only. `docs/vllm.md` explains every key.
+/// It names host and port if they differ from the client's defaults, and the transfer mode if the server
+/// serves only one. `docs/vllm.md` explains every key.
 pub fn transfer_config(host: &str, port: u16, mode: TransferMode) -> String {
     let mut extra = json!({});
     if mode != TransferMode::Auto {
@@ -53,7 +53,7 @@ pub fn transfer_config(host: &str, port: u16, mode: TransferMode) -> String {
     config.to_string()
 }
 
-/// The address for the client, or `None` where its own `tcp://localhost` reaches the server.
+/// Returns the address for the client, or `None` if its default `tcp://localhost` reaches the server.
 fn host_url(host: &str) -> Option<String> {
     let ip = match host {
         "localhost" | "*" => return None,
@@ -133,7 +133,7 @@ mod tests {
         assert!(!text.contains(['\'', ' ', '\n']), "{text}");
     }
 
-    /// README and docs/vllm.md show the line of a server with default settings, and name no other.
+    /// README and docs/vllm.md show the line of a server with default settings, and no other line.
     #[test]
     fn the_pages_show_the_line_of_a_default_server() {
         let line = format!(

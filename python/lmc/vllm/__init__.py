@@ -12,7 +12,7 @@ __all__ = ["LmcConnector"]
 
 
 def __getattr__(name: str) -> object:
-    # vLLM, and torch with it, is loaded when the connector is asked for.
+    # vLLM, and torch with it, is loaded only when the connector is used.
     if name == "LmcConnector":
         from lmc.vllm import interface
 

@@ -1,4 +1,4 @@
-"""LoRA adapters: which have a name for their chunks, and what it is made of."""
+"""LoRA adapters: the names of their chunks, and adapters whose requests are not cached."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ logger = logging.getLogger("vllm.lmc")
 
 # An adapter as vLLM's own prefix cache knows it: its name and its path.
 Key = tuple[str, str]
-# Of each file in a folder: name, time of its last change, size, inode.
+# For each file in a folder: name, time of its last change, size, inode.
 Files = list[tuple[str, int, int, int]]
 
 
@@ -22,7 +22,7 @@ Files = list[tuple[str, int, int, int]]
 class _Loaded:
     # vLLM gives an adapter another number each time it loads it, except in place.
     number: int
-    # Of an adapter that vLLM loads in place.
+    # Only for an adapter that vLLM loads in place.
     files: Files | None
     digest: str | None
 
@@ -31,8 +31,8 @@ class Adapters:
     """The adapters that an engine has used.
 
     vLLM's prefix cache keeps the blocks of an adapter when other weights are loaded under its name
-    and path. From then on its blocks may be of either, so its requests are not cached any more. Nor
-    are those of an adapter whose files could not be read: whether they change is not known.
+    and path. Its blocks may then be of either weights, so its requests are no longer cached. Requests
+    of an adapter whose files cannot be read are not cached either: its weights may change unnoticed.
     """
 
     def __init__(self) -> None:
@@ -44,14 +44,14 @@ class Adapters:
     def named(self, lora: "LoRARequest") -> list[object] | None:
         """Returns an adapter's name, path and digest; `None` if its requests are not cached.
 
-        The files are read when the first request comes after vLLM has loaded the adapter. vLLM
-        loads an adapter in place again with each batch, so its files are looked at each time.
+        The files are read at the first request after vLLM has loaded the adapter. vLLM loads an
+        adapter in place again with each batch, so its files are checked each time.
         """
         key = (lora.lora_name, lora.lora_path)
         before = self._of_number.get(lora.lora_int_id, key)
         if lora.load_inplace and before != key and before not in self._refused:
-            # Requests that still run have the weights of both.
-            self._refuse(before, "another was loaded over it")
+            # Requests that still run have used the weights of both.
+            self._refuse(before, "another adapter was loaded over it")
         self._of_number[lora.lora_int_id] = key
         if key in self._refused:
             return None
@@ -63,13 +63,13 @@ class Adapters:
                 self._refuse(key, f"its files cannot be read ({error})")
                 return None
             if loaded is not None and read.digest != loaded.digest:
-                self._refuse(key, "its weights changed, and vLLM keeps blocks of both")
+                self._refuse(key, "its weights changed, and vLLM keeps blocks of both weights")
                 return None
             self._loaded[key] = loaded = read
         return [*key, loaded.digest]
 
     def are_refused(self, lora: "LoRARequest | None") -> bool:
-        """Whether the requests of an adapter are no longer cached, as far as is known."""
+        """Returns True if the requests of an adapter are known to be no longer cached."""
         return lora is not None and (lora.lora_name, lora.lora_path) in self._refused
 
     def _refuse(self, key: Key, why: str) -> None:
@@ -90,7 +90,7 @@ def _read(lora: "LoRARequest", loaded: _Loaded | None) -> _Loaded:
 
 
 def _files(path: str) -> Files:
-    """Returns what changes when files of an adapter's folder change; nothing for a hub name."""
+    """Returns the state of the files in an adapter's folder; an empty list for a hub name."""
     path = os.path.expanduser(path)
     if not os.path.isdir(path):
         return []

@@ -55,14 +55,14 @@ logger = logging.getLogger("vllm.lmc")
 
 KVConnectorMetadata.register(Step)
 
-# What vLLM calls the tiers of lmc's server; it has no name for shared stores.
+# vLLM's names for the tiers of lmc's server; it has no name for shared stores.
 _SOURCES = {"dram": "HOST", "disk": "DISK", "peers": "P2P"}
 
 
 class LmcConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps the KV cache of prompts in `lmc serve`.
 
-    vLLM makes one in its scheduler and one in each worker.
+    vLLM creates one connector in its scheduler and one in each worker.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         _refuse_unsupported(vllm_config, kv_cache_config)
         self._windows = [_window(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
-        # What failed of a load is a block for one group, and for others the request.
+        # With one KV group a failed load is reported by block, with several groups by request.
         self._fails_by_block = self._windows == [None]
         settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
@@ -88,7 +88,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
         mode = hash_mode(
             cache.prefix_caching_hash_algo, settings.hash_mode, os.environ.get("PYTHONHASHSEED")
         )
-        # Ranks of one tensor-parallel group hold the same latent vectors.
+        # All ranks of a tensor-parallel group hold the same latent vectors.
         readers = parallel.tensor_parallel_size if self._is_latent else 1
         common: dict[str, Any] = {
             "model": vllm_config.model_config.model,
@@ -107,7 +107,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
                 settings.identity,
             ),
             "hash_mode": mode.by_hash,
-            # Of a window vLLM has freed blocks of the tail by then.
+            # With a window, vLLM has already freed blocks of the tail when it is stored.
             "tails": settings.tails and self._windows == [None],
             "block_size": cache.block_size,
         }
@@ -124,10 +124,10 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.warning(mode.warning)
             if self._kv_transfer_config.kv_load_failure_policy != "recompute":
                 logger.warning(
-                    "one failed load ends its request with an error: set "
+                    "a failed load ends its request with an error: set "
                     '"kv_load_failure_policy":"recompute" in --kv-transfer-config'
                 )
-            # By now the workers have taken the memory of their KV caches.
+            # The workers have already allocated their KV caches.
             if settings.starts:
                 server.start(settings.serve_flags)
             speculative = vllm_config.speculative_config
@@ -139,7 +139,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
                 by_hash=mode.by_hash,
                 can_store=can_store,
                 looks_up_early=settings.lookup_on_arrival,
-                # A draft model writes the last tokens of a request again.
+                # A draft model may rewrite the last tokens of a request.
                 volatile_tokens=0
                 if speculative is None
                 else 1 + speculative.num_speculative_tokens,
@@ -164,7 +164,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: a store that is dropped is a miss later."""
+        """Returns False: a dropped store only causes a miss later."""
         return False
 
     # Workers.
@@ -174,7 +174,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
         groups = self._kv_cache_config.kv_cache_groups
         layout = self._kv_cache_config.kv_cache_layout
         if layout is None:
-            raise ValueError("vLLM did not say in which layout the KV cache lies")
+            raise ValueError("lmc: vLLM gave no layout of the KV cache (kv_cache_layout)")
         self._worker.register_kv_caches(
             [
                 ([kv_caches[name] for name in group.layer_names], window)
@@ -187,12 +187,12 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
         )
 
     def unregister_kv_caches(self) -> None:
-        """Leaves the KV cache's memory alone. vLLM calls it from 0.33 on, before it sleeps."""
+        """Stops using the KV cache's memory. vLLM calls it from 0.33 on, before it sleeps."""
         assert self._worker is not None
         self._worker.unregister_kv_caches()
 
     def restore_kv_caches(self) -> None:
-        """Uses the KV cache's memory again, when vLLM has woken up."""
+        """Uses the KV cache's memory again after vLLM has woken up."""
         assert self._worker is not None
         self._worker.restore_kv_caches()
 
@@ -214,10 +214,10 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: "AttentionMetadata",
         **kwargs: Any,
     ) -> None:
-        """Does nothing: stores begin when all layers are there."""
+        """Does nothing: stores begin when all layers are computed."""
 
     def wait_for_save(self) -> None:
-        """Begins the stores of this step; their blocks stay until they have ended."""
+        """Begins the stores of this step; vLLM keeps their blocks until the stores have ended."""
         assert self._worker is not None
         self._worker.submit_stores(_step(self._connector_metadata))
 
@@ -263,7 +263,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: "Request", num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Returns how many of the tokens that are loaded came from each kind of tier."""
+        """Returns the number of loaded tokens that came from each kind of tier."""
         assert self._scheduler is not None
         tiers = self._scheduler.tiers_of(request.request_id, num_external_tokens)
         found = {
@@ -293,10 +293,10 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
         block_ids: tuple[list[int], ...],
         partial_tail_offloads: list[tuple[int, int, int]],
     ) -> bool:
-        """Returns False: nothing is kept of a partial block.
+        """Returns False: partial blocks are not stored.
 
-        vLLM 0.32 calls this for Mamba layers alone (`MambaManager.finalize_partial_tail_offload`),
-        and lmc refuses models that have some.
+        vLLM 0.32 calls this only for Mamba layers (`MambaManager.finalize_partial_tail_offload`), and
+        lmc refuses models with such layers.
         """
         return False
 
@@ -313,7 +313,7 @@ class LmcConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.request_finished(request, block_ids), None
 
     def reset_cache(self) -> bool | None:
-        """Finds nothing of what was stored before; other engines go on finding it.
+        """Makes this engine miss all chunks stored before; other engines still find them.
 
         vLLM calls it when weights change.
         """
@@ -387,59 +387,60 @@ def _refuse_unsupported(config: "VllmConfig", kv_cache_config: "KVCacheConfig") 
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError(
-            "lmc does not hold the KV cache of context-parallel engines: start vLLM without "
+            "lmc does not support context-parallel engines: start vLLM without "
             "--decode-context-parallel-size and --prefill-context-parallel-size, or without lmc"
         )
     sleeps = config.device_config.device_type != "cpu" and config.model_config.enable_sleep_mode
     if sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         raise ValueError(
-            "lmc copies beside the engine's steps, and sleep mode of this vLLM takes the KV cache's "
-            "memory away under its copies: start vLLM without --enable-sleep-mode, or without lmc, "
-            "or take vLLM 0.33, which says when it sleeps"
+            "lmc copies while the engine computes, and sleep mode of this vLLM frees the KV cache's "
+            "memory during copies: start vLLM without --enable-sleep-mode, or without lmc, or use "
+            "vLLM 0.33, which announces a sleep to connectors"
         )
     groups = kv_cache_config.kv_cache_groups
     specs = [group.kv_cache_spec for group in groups]
-    # Kinds that are derived from these keep blocks in other ways.
+    # Subclasses of these kinds keep blocks in other ways.
     are_known = all(type(spec) in (FullAttentionSpec, SlidingWindowSpec) for spec in specs)
     if not (specs and are_known) and [type(spec) for spec in specs] != [MLAAttentionSpec]:
         kinds = ", ".join(type(spec).__name__ for spec in specs)
         raise ValueError(
-            "lmc holds the KV cache of layers with full attention and with sliding windows, and "
+            "lmc supports KV caches of layers with full attention and with sliding windows, but "
             f"this model has {len(specs)} groups ({kinds}): start vLLM with "
-            "--disable-hybrid-kv-cache-manager where the model allows that, or without lmc"
+            "--disable-hybrid-kv-cache-manager if the model allows it, or without lmc"
         )
     hashes = kv_cache_config.hash_block_size or config.cache_config.block_size
     for spec in specs:
         if not spec.block_size == hashes == config.cache_config.block_size:
             raise ValueError(
-                "lmc needs KV blocks of as many tokens as vLLM's block hashes: a group has "
-                f"{spec.block_size}, the hashes {hashes}, --block-size is "
-                f"{config.cache_config.block_size}: set --block-size to one that the attention "
-                "backend uses as it is, and start vLLM without --prefix-match-unit"
+                "lmc requires KV blocks, vLLM's block hashes and --block-size to have the same number "
+                f"of tokens: a group has {spec.block_size}, the hashes {hashes}, --block-size is "
+                f"{config.cache_config.block_size}: set --block-size to a size that the attention "
+                "backend uses unchanged, and start vLLM without --prefix-match-unit"
             )
     if not all(group.layer_names for group in groups):
         raise ValueError(
-            "lmc needs layers of each KV group in each pipeline rank, and a rank of this engine has "
-            "none of one: start vLLM with --disable-hybrid-kv-cache-manager or with fewer ranks"
+            "lmc requires layers of every KV group in every pipeline rank, but a rank of this engine "
+            "has no layer of one group: start vLLM with --disable-hybrid-kv-cache-manager or with "
+            "fewer ranks"
         )
 
 
 def _window(spec: "KVCacheSpec") -> int | None:
-    """Returns the tokens that vLLM keeps of what is before a token; `None`: all of them."""
+    """Returns the number of tokens before a token that vLLM keeps; `None` if it keeps all."""
     if not isinstance(spec, SlidingWindowSpec):
         return None
     return spec.sliding_window + spec.extra_retained_tokens
 
 
 def _may_span_hosts(parallel: "ParallelConfig") -> bool:
-    """Returns True if vLLM may run ranks of one engine on other hosts; Ray decides where."""
+    """Returns True if vLLM may run ranks of one engine on other hosts. With Ray, Ray decides."""
     # A name, or a class of executors.
     is_ray = "ray" in str(parallel.distributed_executor_backend).lower()
     return is_ray or parallel.nnodes_within_dp > 1
 
 
 def _layers_of_ranks(config: "VllmConfig") -> list[tuple[int, int]]:
-    """Returns the layers of each pipeline rank, which all ranks state alike."""
+    """Returns the layers of each pipeline rank; all ranks return the same list."""
     layers = config.model_config.get_total_num_hidden_layers()
     ranks = config.parallel_config.pipeline_parallel_size
     return [get_pp_indices(layers, rank, ranks) for rank in range(ranks)]

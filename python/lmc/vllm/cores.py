@@ -1,9 +1,9 @@
-"""The cores that a worker's copies run on: those that vLLM has not bound its computation to.
+"""The cores for a worker's copies: cores to which vLLM has not bound its computation.
 
 vLLM starts a worker on CPU with the cores of its OpenMP threads in the environment
 (VLLM_CPU_OMP_THREADS_BIND), and the OpenMP library binds the worker's first thread when it is
-loaded, long before the connector is made. A thread that is started then inherits the binding, which
-may be one core: that of the computation.
+loaded, long before the connector is created. A thread that is started after that inherits the
+binding, which may be a single core of the computation.
 """
 
 import multiprocessing
@@ -25,17 +25,17 @@ OPENMP = {
 
 @contextmanager
 def beside_the_engine() -> Iterator[None]:
-    """Threads that are started inside run on cores that the engine leaves alone.
+    """Starts threads on cores that the engine does not use.
 
-    Where it leaves none, they run on all that its worker's parent may use. Where the engine is not
-    bound, or its worker was not started as vLLM starts workers, they run where this thread runs.
+    If the engine uses all cores, the threads run on all cores of the worker's parent. If the engine
+    is not bound, or its worker was not started as vLLM starts workers, they run where this thread runs.
     """
     cores = other_cores()
     if not cores:
         yield
         return
     own = os.sched_getaffinity(0)
-    # Without those cores, which may have been taken away, the threads run where this one does.
+    # If these cores are no longer available, the threads run where this thread runs.
     with suppress(OSError):
         os.sched_setaffinity(0, cores)
     try:
@@ -46,28 +46,29 @@ def beside_the_engine() -> Iterator[None]:
 
 
 def other_cores() -> set[int]:
-    """Returns the cores for this worker's copies; none where they need no other than its own."""
+    """Returns the cores for this worker's copies; empty if they may run where the worker runs."""
     bound, parent = _openmp_cores(os.environ), os.getppid()
     starter = multiprocessing.parent_process()
     # Not bound by vLLM; a narrower mask is the user's wish.
     if not bound or starter is None or starter.pid != parent:
         return set()
     try:
-        # vLLM binds workers, and not the process that starts them.
+        # vLLM binds workers, but not the process that starts them.
         allowed = os.sched_getaffinity(parent)
     except OSError:
         return set()
-    # Other ranks have cores of their own. Their threads' masks would include those of their copies.
+    # Other ranks have cores of their own, read from their environment: the masks of their threads
+    # would include the cores of their copies.
     for process in _children(parent):
         bound |= _openmp_cores(_environment(process))
     left = allowed - bound
-    # On a core that shares its caches and units with one of the engine's, copies slow that down.
+    # Copies on a sibling of one of the engine's cores would slow the engine down.
     apart = {core for core in left if not _siblings(core) & bound}
     return apart or left or allowed
 
 
 def _openmp_cores(environment: Mapping[str, str]) -> set[int]:
-    """Returns the cores that vLLM names to the OpenMP library, in the ways in which vLLM does."""
+    """Returns the cores that vLLM names to the OpenMP library, in each form that vLLM uses."""
     for name, form in OPENMP.items():
         found = re.fullmatch(form, environment.get(name, ""))
         if found is not None:
@@ -76,7 +77,7 @@ def _openmp_cores(environment: Mapping[str, str]) -> set[int]:
 
 
 def _environment(process: int) -> dict[str, str]:
-    """Returns the variables that a process was started with; none of another user's."""
+    """Returns the variables with which a process was started; none for another user's process."""
     try:
         content = (PROC / str(process) / "environ").read_bytes()
     except OSError:

@@ -1,8 +1,8 @@
-"""KV events of the chunks that were stored: which blocks the server has, for routers.
+"""KV events of stored chunks: they tell routers which blocks the server has.
 
-The scheduler's side describes a store's blocks, a worker's side makes an event of each chunk when
-its store was committed, and the scheduler's side hands an event to vLLM when every rank that stores
-has named it. Nothing here imports vLLM: `kv_events.py` has the parts of its interface.
+The scheduler's side describes the blocks of a store. A worker's side creates an event for each chunk
+when its store is committed. The scheduler's side passes an event to vLLM when every storing rank has
+named it. This module does not import vLLM: `kv_events.py` has the parts of its interface.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -15,30 +15,31 @@ if TYPE_CHECKING:
     from lmc._native import WorkerAdapter
 
 BlockHash = bytes | int
-# Events that wait for a rank; the oldest go first. A rank whose store failed never names its chunk.
+# Limit on the events that wait for a rank; beyond it the oldest are dropped. A rank whose store failed
+# never names its chunk.
 MAX_WAITING = 4096
 
 
 @dataclass(slots=True)
 class StoredBlocks:
-    """What vLLM's events say of the blocks of one store."""
+    """The content of vLLM's events about the blocks of one store."""
 
     hashes: list[BlockHash]
     # Hash of the block before the first; `None` at the start of a prompt.
     parent: BlockHash | None
     token_ids: list[int]
-    # What each block's hash covers besides its tokens.
+    # Further content of each block's hash, in addition to its tokens.
     extra_keys: list[Any] | None
     lora_id: int | None
     lora_name: str | None
     # Session of the request whose store this is.
     session_id: str | None
-    # Each block is a chunk by itself: those after a prompt's last whole chunk.
+    # The blocks are after the prompt's last whole chunk, and each block is a chunk by itself.
     is_tail: bool
 
 
 class EventSource:
-    """Describes stores in the scheduler. Made only where vLLM's KV events are on."""
+    """Describes stores in the scheduler. Exists only if vLLM's KV events are on."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class EventSource:
         spelled: Callable[[bytes], BlockHash],
         extra_keys: Callable[["Request", int, int], list[Any] | None],
     ) -> None:
-        """`spelled`: a block hash as vLLM publishes it. `extra_keys`: those of a span of tokens."""
+        """`spelled` returns a block hash in vLLM's published form, `extra_keys` those of tokens."""
         self._block_size = block_size
         self._spelled = spelled
         self._extra_keys = extra_keys
@@ -74,7 +75,7 @@ class EventSource:
 
 
 class StoredChunks:
-    """Makes events in a worker."""
+    """Creates events in a worker."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class StoredChunks:
         block_size: int,
         event: Callable[..., Hashable],
     ) -> None:
-        """`event` makes vLLM's event of a chunk."""
+        """`event` creates vLLM's event for a chunk."""
         self._adapter = adapter
         self._block_size = block_size
         self._event = event
@@ -90,7 +91,7 @@ class StoredChunks:
         self._submitted: dict[int, StoredBlocks] = {}
 
     def submitted(self, stores: dict[int, StoredBlocks]) -> None:
-        """Notes the stores that a step begins."""
+        """Records the stores that a step begins."""
         self._submitted |= stores
 
     def take(self) -> list[Hashable]:
@@ -122,7 +123,7 @@ class StoredChunks:
 
 
 class EventTally:
-    """Events that not all ranks have named, and those that all have, for vLLM to take."""
+    """Events that wait until all ranks have named them, and complete events for vLLM."""
 
     def __init__(self, ranks: int, chunk_of: Callable[[Any], Hashable]) -> None:
         """`ranks`: number of workers that each store their part of a chunk.
@@ -136,7 +137,7 @@ class EventTally:
         self.dropped = 0
 
     def add(self, events: Iterable[Hashable]) -> None:
-        """Takes events as workers name them: once for each worker."""
+        """Takes events from workers, each event once for each worker."""
         for event in events:
             chunk = self._chunk_of(event)
             named = self._waiting.pop(chunk, 0) + 1

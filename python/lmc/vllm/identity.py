@@ -1,7 +1,7 @@
-"""The identity record: what decides whether two engines' chunks mean the same.
+"""The identity record: it decides whether the chunks of two engines have the same meaning.
 
-Scheduler and workers of one engine make the same text, and so do engines that may share chunks. It
-holds no paths and nothing that differs between processes of one engine.
+Scheduler and workers of one engine create the same text, and so do engines that may share chunks. The
+text holds no paths and nothing that differs between processes of one engine.
 """
 
 import contextlib
@@ -22,36 +22,36 @@ if TYPE_CHECKING:
 VERSION = 3
 # Hash algorithms whose seed vLLM fixes, so that engines agree on hashes without PYTHONHASHSEED.
 CRYPTOGRAPHIC = frozenset(("sha256", "sha256_cbor"))
-# vLLM's default for PYTHONHASHSEED with these.
+# vLLM's default for PYTHONHASHSEED with these algorithms.
 DEFAULT_SEED = "vllm-none-hash"
-# Fields of a model's config that name where it lies or which library wrote it.
+# Fields of a model's config that name its location or the library that wrote it.
 NOT_IN_DIGEST = frozenset(("_name_or_path", "name_or_path", "transformers_version", "_commit_hash"))
-# Fields that vLLM's models change when they are built, in the worker's process alone.
+# Fields that vLLM's models change when they are built, only in the worker's process.
 CHANGED_BY_MODELS = frozenset(("rope_parameters", "rope_scaling"))
 CONFIG_FILES = ("config.json", "params.json")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# Bytes at each end of a file of weights that have a part in its digest.
+# Bytes at each end of a file of weights that its digest covers.
 SAMPLE = 64 << 10
 # Features of a processor by which vLLM's attention on CPU decides how it packs keys (`_get_attn_isa`
 # in `vllm/v1/attention/backends/cpu_attn.py`).
 PACKINGS = frozenset(("amx_tile", "avx512f"))
-# Instead of the ends of a file that this process may not read. Nor can vLLM load it.
+# Replaces the ends of a file that this process may not read. vLLM cannot load such a file either.
 UNREADABLE = "unreadable"
 
 
 @dataclass(frozen=True, slots=True)
 class HashMode:
-    """How an engine's chunks are named."""
+    """The way in which an engine's chunks are named."""
 
-    # By vLLM's block hashes; by tokens otherwise.
+    # True: by vLLM's block hashes; False: by tokens.
     by_hash: bool
     record: dict[str, object]
-    # Why block hashes cannot be used though they were asked for.
+    # The reason why block hashes cannot be used although they were requested.
     warning: str | None = None
 
 
 def hash_mode(algorithm: str, wanted: bool, seed: str | None) -> HashMode:
-    """Decides how chunks are named. `seed` is PYTHONHASHSEED."""
+    """Decides the way in which chunks are named. `seed` is PYTHONHASHSEED."""
     tokens: dict[str, object] = {"mode": "tokens"}
     if not wanted:
         return HashMode(False, tokens)
@@ -87,10 +87,10 @@ def identity_record(
 ) -> str:
     """Returns the record as JSON with sorted keys.
 
-    `engine` is the engine's name and release, `device` that of `device_name`, `layers` the first
-    layer and the one after the last of each pipeline rank, `windows` the tokens that
-    each KV group looks back, unless there is one group of full attention, and `text` the user's
-    own.
+    `engine` is the engine's name and release, and `device` the result of `device_name`. `layers` has
+    for each pipeline rank its first layer and the layer after its last. `windows` has the tokens that
+    each KV group looks back; it is `None` for a single group with full attention. `text` is the
+    user's own text.
     """
     model, cache, lora = config.model_config, config.cache_config, config.lora_config
     record: dict[str, object] = {
@@ -99,7 +99,7 @@ def identity_record(
         "model": model_name(model.model),
         "revision": model.revision,
         "code_revision": model.code_revision,
-        # The snapshot of a hub name, where vLLM knows it: a branch moves.
+        # The snapshot of a hub name, if vLLM knows it: a branch moves.
         "commit": getattr(model.hf_config, "_commit_hash", None),
         "dtype": str(model.dtype),
         "quantization": model.quantization,
@@ -109,7 +109,7 @@ def identity_record(
         "kv_cache_dtype_skip_layers": sorted(map(str, cache.kv_cache_dtype_skip_layers)),
         "kv_layout": kv_cache_config.kv_cache_layout,
         "device": device,
-        # Backends lay keys and values out differently under equal shapes.
+        # Backends have different layouts of keys and values under equal shapes.
         "attention": [
             str(config.attention_config.backend),
             sorted((kind, str(one)) for kind, one in config.attention_config.backend_per_kind.items()),
@@ -136,10 +136,10 @@ def identity_record(
 def device_name(
     kind: str, capability: tuple[int, int] | None, cpuinfo: str = "/proc/cpuinfo"
 ) -> str:
-    """Returns the kind of device, with what decides how vLLM lays its KV cache out.
+    """Returns the kind of device, with the properties that decide the layout of vLLM's KV cache.
 
-    That is the compute capability of a GPU, from which the choice of the attention backend
-    follows, and of a CPU its architecture and some of its features.
+    For a GPU this is the compute capability, which decides the attention backend; for a CPU it is the
+    architecture and some features.
     """
     if kind != "cpu":
         return kind if capability is None else f"{kind} {capability[0]}.{capability[1]}"
@@ -151,7 +151,8 @@ def device_name(
 def model_name(model: str) -> str:
     """Returns a hub name as it is, and a digest for a folder or file.
 
-    The digest covers the path, and of each file of weights the name, size, first and last 64 KiB.
+    The digest covers the path, and for each file of weights its name, its size, and its first and last
+    64 KiB.
     """
     if not os.path.exists(model):
         return model
@@ -160,10 +161,10 @@ def model_name(model: str) -> str:
 
 
 def adapter_digest(path: str) -> str | None:
-    """Returns a digest of a LoRA adapter's folder, as that of a model; `None` for a hub name.
+    """Returns a digest of a LoRA adapter's folder, as for a model; `None` for a hub name.
 
-    It covers the adapter's config as well. Raises `OSError` for files that are gone or cannot be
-    read: vLLM may have loaded the adapter before.
+    The digest also covers the adapter's config. Raises `OSError` if files are gone or cannot be read,
+    which is possible because vLLM may have loaded the adapter earlier.
     """
     path = os.path.expanduser(path)
     if not os.path.isdir(path) and not os.path.isabs(path):
@@ -210,10 +211,10 @@ def _sample(path: str) -> tuple[int, str]:
 
 
 def _config(model: "ModelConfig") -> object:
-    """Returns a model's config without paths, and what the user has set in it.
+    """Returns a model's config without paths, and the user's changes to it.
 
-    It is that of the files, where there are some: a model may change the config when it is built,
-    as DeepSeek's do, and the scheduler may be in a process that builds none.
+    The config is read from files, if there are some: a model may change its config when it is built,
+    as DeepSeek's models do, and the scheduler may run in a process that builds no model.
     """
     source = getattr(model, "hf_config_path", None) or model.model
     found = {name: _config_file(source, name, model.revision) for name in CONFIG_FILES}
@@ -227,10 +228,10 @@ def _config(model: "ModelConfig") -> object:
 
 
 def _config_file(source: str, name: str, revision: str | None) -> object:
-    """Returns what a file of a model's folder or of a hub snapshot here holds; `None` without one."""
+    """Returns the content of a file in a model's folder or in a local hub snapshot; `None` without one."""
     path: object = os.path.join(source, name)
     if not os.path.exists(source):
-        # No hub name, or no library that knows the snapshots.
+        # Fails if the source is not a hub name, or without the library that knows the snapshots.
         with contextlib.suppress(ImportError, ValueError):
             from huggingface_hub import try_to_load_from_cache
 
@@ -255,7 +256,7 @@ def _without(fields: frozenset[str], value: object) -> object:
 
 
 def _length_that_matters(model: "ModelConfig") -> int | None:
-    """Returns the longest length of a prompt where the rotary embedding depends on it."""
+    """Returns the longest length of a prompt if the rotary embedding depends on it, else `None`."""
     text: Any = model.hf_text_config
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     kinds = (
@@ -266,7 +267,7 @@ def _length_that_matters(model: "ModelConfig") -> int | None:
 
 
 def _speculative(config: "VllmConfig") -> object:
-    """Names the draft model, whose layers may lie in the same KV group."""
+    """Returns the draft model, whose layers may be in the same KV group."""
     speculative = config.speculative_config
     if speculative is None:
         return None

@@ -1,7 +1,7 @@
-"""What lmc uses of vLLM's connector interface, and the check that it is as it was.
+"""The parts of vLLM's connector interface that lmc uses, and the check that they are unchanged.
 
-`interface.json` holds it as of the release that lmc was tested with.
-`python -m lmc.vllm.interface` prints that of the installed vLLM.
+`interface.json` holds these parts of the release with which lmc was tested.
+`python -m lmc.vllm.interface` prints the parts of the installed vLLM.
 """
 
 import importlib
@@ -123,7 +123,7 @@ def expected() -> tuple[str, Table]:
 
 
 def installed(load: Callable[[str], object] | None = None) -> Table:
-    """Returns the table of the vLLM that is installed; without what it lacks."""
+    """Returns the table of the installed vLLM, without members that it lacks."""
     table: Table = {}
     for name, members in USED.items():
         try:
@@ -153,7 +153,7 @@ def compare(wanted: Table, found: Table) -> tuple[list[str], list[str]]:
 def check(warn: Callable[[str], object], found: Table | None = None) -> None:
     """Compares the installed vLLM with the table.
 
-    Warns once of all that changed. Raises `RuntimeError` for what is missing.
+    Warns once of all changes. Raises `RuntimeError` if something is missing.
     """
     release, wanted = expected()
     missing, changed = compare(wanted, installed() if found is None else found)
@@ -163,23 +163,23 @@ def check(warn: Callable[[str], object], found: Table | None = None) -> None:
         )
     if changed:
         warn(
-            f"lmc was tested with vLLM {release}; this vLLM has other parameters at "
-            f"{', '.join(changed)}: if requests fail, install vLLM {release}"
+            f"lmc was tested with vLLM {release}; in this vLLM the parameters of "
+            f"{', '.join(changed)} differ: if requests fail, install vLLM {release}"
         )
 
 
 @contextmanager
 def explained_imports() -> Iterator[None]:
-    """Turns an import that vLLM lacks into a `RuntimeError` with the release that has it."""
+    """Turns a failed import from vLLM into a `RuntimeError` with the release that has the name."""
     try:
         yield
     except ImportError as error:
-        # What is missing elsewhere says so itself.
+        # Errors of other packages explain themselves.
         if (error.name or "").partition(".")[0] != "vllm":
             raise
         release, _ = expected()
         raise RuntimeError(
-            f"this vLLM lacks what lmc imports ({error}): install vLLM {release}"
+            f"this vLLM lacks a name that lmc imports ({error}): install vLLM {release}"
         ) from error
 
 

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 def are_wanted(config: "VllmConfig") -> bool:
-    """Whether vLLM publishes KV events."""
+    """Returns True if vLLM publishes KV events."""
     events = config.kv_events_config
     return events is not None and events.enable_kv_cache_events
 
 
 def event_source(block_size: int) -> EventSource:
-    """Returns what describes stores in the scheduler."""
+    """Returns the object that describes stores in the scheduler."""
 
     def extra_keys(request: "Request", start: int, end: int) -> list[Any] | None:
         keys, image = [], 0
@@ -38,21 +38,21 @@ def event_source(block_size: int) -> EventSource:
 
 
 def stored(**fields: Any) -> BlockStored:
-    """Returns the event of a chunk that the server has now."""
+    """Returns the event for a chunk that the server now has."""
     # A chunk holds the blocks of all KV groups.
     return BlockStored(medium=MEDIUM_CPU, group_idx=0, **fields)
 
 
 def chunk_of(event: BlockStored) -> tuple[Any, ...]:
-    """Returns what names the chunk of an event, whichever request stored it."""
+    """Returns a name for the chunk of an event that does not depend on the request."""
     return tuple(event.block_hashes)
 
 
 class LmcKVEvents(KVConnectorKVEvents):
-    """Events of one step, as often as workers have named them.
+    """Events of one step, each with the number of workers that have named it.
 
-    vLLM adds the events of all workers of a step; `EventTally` counts over steps, since ranks store
-    at their own pace.
+    vLLM merges the events of all workers of a step. `EventTally` counts over several steps, because
+    ranks store at different times.
     """
 
     def __init__(self, events: Iterable[KVCacheEvent]) -> None:

@@ -28,28 +28,28 @@ WAIT = "lmcache.pd.wait_ms"
 TRACE_PARENT = "lmcache.traceparent"
 MAX_PREFILL = 256
 MAX_SALT = 128
-# Salts that begin so are made here, and never taken from a request as they are.
+# Prefix of the salts that are created here. A salt of a request with this prefix is not used unchanged.
 OWN_SALT = "lmc-"
 
 
 @dataclass(slots=True)
 class RequestState:
-    """What the scheduler's connector knows of a request.
+    """The state of a request in the scheduler's connector.
 
-    A request is looked up, may be loaded, and stores its chunks as they become complete. A
+    A request is looked up, may be loaded, and stores its chunks when they are complete. A
     preemption starts it again.
     """
 
     request: "Request"
     salt: str
     configs: dict[str, ConfigValue] | None
-    # The request's chunks are named by vLLM's block hashes; by tokens otherwise.
+    # True: the request's chunks are named by vLLM's block hashes; False: by tokens.
     by_hash: bool
     # Preemptions of the request at its lookup.
     preemptions: int
     # Tokens that the server has; `None` until it has answered.
     matched: int | None = None
-    # Tiers that the matched tokens came from, in the order of the tokens; empty where that is not known.
+    # Tiers that the matched tokens came from, in the order of the tokens; empty if not known.
     tiers: list[tuple[str, int]] = field(default_factory=list)
     # Tokens that vLLM had itself when the server's answer was used.
     computed: int = 0
@@ -65,14 +65,14 @@ class RequestState:
     tail: int = 0
     # A store was sent to the workers at some time; outlives preemptions.
     has_stored: bool = False
-    # Tokens at the start whose blocks vLLM has freed, since a window has left them, for each window.
+    # For each window, the number of leading tokens that it has left and whose blocks vLLM has freed.
     freed: list[int] = field(default_factory=list)
-    # The weights have changed since vLLM gave it its blocks: nothing more of it is stored.
+    # The weights have changed since vLLM gave the request its blocks: no more of its chunks are stored.
     is_mixed: bool = False
 
     def is_awaited(self, by_proxies: bool) -> bool:
-        """Whether another engine may wait until this request has ended, or a proxy does: its server keeps
-        what the lookup has found until then, so it has to be short."""
+        """Returns True if another engine or a proxy may wait until this request has ended. The server
+        keeps the chunks of the lookup leased until then, so such a request must be short."""
         configs = self.configs or {}
         prefill = configs.get(PREFILL)
         is_named = isinstance(prefill, str) and 0 < len(prefill.encode()) <= MAX_PREFILL
@@ -83,7 +83,7 @@ class RequestState:
 def transfer_configs(
     params: dict[str, Any] | None, own: dict[str, str]
 ) -> dict[str, ConfigValue] | None:
-    """Returns the entries of `kv_transfer_params` that are for lmc's server, and the engine's own."""
+    """Returns the entries of `kv_transfer_params` for lmc's server, and the engine's own entries."""
     configs: dict[str, ConfigValue] = {}
     for key, value in (params or {}).items():
         if isinstance(key, str) and key.startswith(("lmcache.", "lmc.")):
@@ -96,14 +96,15 @@ def transfer_configs(
 
 
 def trace_parent(request: "Request") -> dict[str, str]:
-    """Returns the entry with the parent of the request's spans, which vLLM knows where it traces."""
+    """Returns the entry with the parent of the request's spans, which vLLM has if it traces."""
     headers = getattr(request, "trace_headers", None) or {}
     parent = headers.get("traceparent")
     return {TRACE_PARENT: parent} if isinstance(parent, str) else {}
 
 
 def without_wait(configs: dict[str, ConfigValue] | None) -> dict[str, ConfigValue] | None:
-    """Returns the entries of a request that has generated tokens: no other engine computes those."""
+    """Returns the entries of a request that has generated tokens, without the wait: no other engine
+    computes these tokens."""
     if configs is None or WAIT not in configs:
         return configs
     kept = {key: value for key, value in configs.items() if not key.startswith("lmcache.pd.")}
@@ -111,10 +112,10 @@ def without_wait(configs: dict[str, ConfigValue] | None) -> dict[str, ConfigValu
 
 
 def effective_salt(request: "Request", adapters: Adapters) -> str | None:
-    """Returns the salt that keeps a request's chunks apart from others'.
+    """Returns the salt that separates a request's chunks from other chunks.
 
-    The request's own salt, unless the protocol cannot carry it or a LoRA adapter changes the KV
-    data: then the digest of all of these. `None` where nothing tells the adapter's KV data apart.
+    This is the request's own salt, or a digest of salt and adapter if the protocol cannot carry the
+    salt or a LoRA adapter changes the KV data. `None` if nothing identifies the adapter's KV data.
     """
     salt, lora = request.cache_salt or "", request.lora_request
     is_plain = len(salt) <= MAX_SALT and not set(salt) & set("@/\\\0")

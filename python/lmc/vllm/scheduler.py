@@ -1,6 +1,6 @@
-"""The scheduler's side of the connector: lookups, and what workers shall load and store.
+"""The scheduler's side of the connector: lookups, and the loads and stores of workers.
 
-Nothing here waits. The workers' state is not known here: what was sent to them decides.
+No method waits. The workers' state is not known here; decisions follow from what was sent to them.
 """
 
 from collections import Counter
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from lmc._native import SchedulerAdapter
 
-# Preemptions of a request whose lookup does not count any more.
+# Value of `preemptions` for a request whose lookup no longer counts.
 NO_LOOKUP = -1
-# The block that stands for one that was given up.
+# Block id in place of a block that was freed.
 NULL = 0
 
 
@@ -52,12 +52,12 @@ class SchedulerSide:
         windows: Sequence[int | None] = (None,),
         events: EventSource | None = None,
     ) -> None:
-        """`looks_up_early`: when requests arrive.
+        """`looks_up_early`: requests are looked up when they arrive.
 
-        `volatile_tokens` at a request's end may be computed again (speculative decoding). Fewer than
-        `min_load_tokens` are not loaded: a load takes some steps.
-        `windows` are the tokens that the layers of each KV group look back; `None`: all of them.
-        `events` describes stores where vLLM's KV events are on.
+        The last `volatile_tokens` of a request may be computed again (speculative decoding). Fewer
+        than `min_load_tokens` tokens are not loaded, because a load takes some steps.
+        `windows` are the tokens that the layers of each KV group look back; `None` means all tokens.
+        `events` describes stores if vLLM's KV events are on.
         """
         self.adapter = adapter
         self.counts: Counter[str] = Counter()
@@ -74,13 +74,13 @@ class SchedulerSide:
         self._events = events
         self._adapters = Adapters()
         self._requests: dict[str, RequestState] = {}
-        # Requests that are not cached, each of which is counted once.
+        # Requests that are not cached; each is counted once.
         self._refused: set[str] = set()
         self._next = Step()
 
     def on_new_request(self, request: "Request") -> None:
-        """Counts a request that will not be cached; looks others up where that is wanted."""
-        # Also where there is no server yet: vLLM's prefix cache keeps its blocks.
+        """Counts a request that will not be cached. Looks up another one if early lookups are on."""
+        # Also without a server: vLLM's prefix cache keeps the blocks of the adapter.
         salt = effective_salt(request, self._adapters)
         by_hash = self._by_hash and self.adapter.hash_mode
         if salt is None or not self._is_cacheable(request, by_hash):
@@ -91,10 +91,10 @@ class SchedulerSide:
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Returns the tokens to load beyond those that vLLM has; none while that is not known."""
+        """Returns the tokens to load beyond those that vLLM has; `None` while the answer is pending."""
         state = self._state(request)
         if state is None or state.is_allocated:
-            # A request that comes back without a preemption has lost its load: it computes.
+            # A request that returns without a preemption has lost its load and is computed.
             return 0, False
         if state.matched is None:
             state.matched = self.adapter.check_lookup_result(request.request_id)
@@ -103,14 +103,14 @@ class SchedulerSide:
             state.tiers = self.adapter.lookup_tiers(request.request_id)
             self.adapter.cleanup_lookup_result(request.request_id)
         state.computed = num_computed_tokens
-        # vLLM computes at least one token, which it takes its first output from.
+        # vLLM computes at least one token, from which it takes its first output.
         new_tokens = min(state.matched, request.num_tokens - 1) - num_computed_tokens
         return (new_tokens, True) if new_tokens >= self._min_load_tokens else (0, False)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Plans the load of a request that has its blocks now."""
+        """Plans the load of a request that now has its blocks."""
         state = self._requests.get(request.request_id)
         # The second call for a request comes after its load.
         if state is None or state.is_allocated:
@@ -130,12 +130,12 @@ class SchedulerSide:
                 f"vLLM gave request {request.request_id} {count} blocks of "
                 f"{self._block_size} tokens to load {matched} tokens into"
             )
-        # Chunks have what layers with a window need for exactly these tokens.
+        # Chunks hold the data that layers with a window need for exactly these tokens.
         wanted = min(matched, request.num_tokens - 1) - state.computed
         if self._sizes and num_external_tokens != wanted:
             raise RuntimeError(
-                f"vLLM takes {num_external_tokens} of the {wanted} tokens that there are for "
-                f"request {request.request_id}"
+                f"vLLM loads {num_external_tokens} tokens of request {request.request_id}, expected "
+                f"{wanted}"
             )
         start = state.computed - state.computed % chunk
         # Whole chunks, and the tail.
@@ -148,8 +148,7 @@ class SchedulerSide:
         self.counts["load_tokens"] += matched - state.computed
 
     def tiers_of(self, request_id: str, tokens: int) -> dict[str, int]:
-        """Returns how many of the tokens that a request loads came from each tier, as far as that is
-        known."""
+        """Returns the number of loaded tokens of a request that came from each tier, as far as known."""
         state, found = self._requests.get(request_id), dict[str, int]()
         if state is None:
             return found
@@ -162,7 +161,7 @@ class SchedulerSide:
         return found
 
     def build_connector_meta(self, output: "SchedulerOutput") -> Step:
-        """Returns what the workers shall do in this step."""
+        """Returns the work of the workers in this step."""
         step, self._next = self._next, Step()
         if self._sizes:
             for known in self._requests.values():
@@ -185,11 +184,11 @@ class SchedulerSide:
             request = state.request
             # vLLM counts the tokens of a step as computed once it is scheduled.
             end = request.num_computed_tokens + scheduled
-            # With one token, another engine computes the answer: its prompt's tail is wanted at once.
+            # With one output token, another engine computes the answer and needs the prompt's tail at once.
             ends_after_prefill = request.max_tokens == 1 and end >= request.num_tokens
             if end < state.stored + chunk and not ends_after_prefill:
                 continue
-            # Draft tokens that are scheduled may be rejected; those in the request are not.
+            # Scheduled draft tokens may be rejected; tokens in the request are final.
             computed = min(end, request.num_tokens)
             end = computed - self._volatile_tokens
             end -= end % chunk
@@ -217,7 +216,7 @@ class SchedulerSide:
         end: int,
         step: Step,
     ) -> LoadStoreOp:
-        """Returns a store of a step, and adds its blocks to it where vLLM's KV events are on."""
+        """Returns a store of a step, and adds its blocks to the step if vLLM's KV events are on."""
         store = self._op(state, tables, start, end)
         if self._events is not None:
             store.store_number, blocks = self._events.describe(
@@ -231,9 +230,9 @@ class SchedulerSide:
     def _first_to_store(self, tables: Sequence[list[int]], start: int, end: int) -> int:
         """Returns the start of the first chunk that can be stored.
 
-        A load that ends with a chunk needs the last tokens of it in layers with a window. They are
-        gone where the chunk was complete some steps ago: no server was there to take it, or the
-        draft tokens of a step are more than a block has.
+        In layers with a window, a load that ends with a chunk needs the last tokens of that chunk.
+        They are gone if the chunk was complete some steps ago: there was no server to take it, or a
+        step has more draft tokens than a block has tokens.
         """
         chunk = self.adapter.chunk_size
         while start < end and not all(
@@ -251,20 +250,20 @@ class SchedulerSide:
         # As vLLM does when it allocates blocks, and when a request has finished.
         processed = request.num_computed_tokens - request.num_in_flight_tokens
         before = state.freed or [0] * len(self._sizes)
-        # Windows that differ may leave a block in different steps.
+        # Different windows may leave a block in different steps.
         state.freed = [max(processed - window + 1, 0) // size * size for window in self._sizes]
         pairs = zip(before, state.freed, strict=True)
         if any(last < min(now, state.stored) for last, now in pairs):
             freed[request.request_id] = max(state.freed)
 
     def update_connector_output(self, output: "KVConnectorOutput") -> None:
-        """Notes which loads have ended."""
+        """Records the loads that have ended."""
         for request_id in output.finished_recving or ():
             state = self._requests.get(request_id)
             if state is None:
                 continue
             state.is_loading = False
-            # vLLM has taken off what failed; what was loaded of a whole prompt lacks one token.
+            # vLLM has already subtracted failed tokens; a load of a whole prompt lacks one token.
             chunk = self.adapter.chunk_size
             kept = state.request.num_computed_tokens + 1
             state.stored = min(state.stored, kept - kept % chunk)
@@ -273,9 +272,9 @@ class SchedulerSide:
                 self._end_session(state)
 
     def request_finished(self, request: "Request", tables: Sequence[list[int]]) -> bool:
-        """Removes a request. Returns whether vLLM must keep its blocks until a worker names it.
+        """Removes a request. Returns True if vLLM must keep its blocks until a worker reports it.
 
-        `tables` are the blocks that it has, for each KV group.
+        `tables` are its blocks, for each KV group.
         """
         self._refused.discard(request.request_id)
         state = self._requests.pop(request.request_id, None)
@@ -284,12 +283,13 @@ class SchedulerSide:
         if state.has_session and state.matched is None:
             self.adapter.cleanup_lookup_result(request.request_id)
         self._end_session(state)
-        # vLLM keeps the blocks of an aborted request that loads until the load is reported, and
-        # would not know the request a second time. It has had no blocks to store since then.
+        # vLLM keeps the blocks of an aborted request with a load until the load is reported, and would
+        # not know the request at a second report. The request has computed no blocks since then.
         if state.is_loading:
             return False
         if self._can_store and self.adapter.healthy:
-            # Its last token is not computed; a step that runs ahead may compute more than it has.
+            # The last token is not computed; a step that runs ahead may compute more tokens than the
+            # request has.
             end = min(request.num_computed_tokens, request.num_tokens - 1)
             self._next.tails += self._rest(state, tables, end, self._next)
         if not state.has_stored:
@@ -305,14 +305,14 @@ class SchedulerSide:
         computed: int,
         step: Step,
     ) -> list[LoadStoreOp]:
-        """Returns the stores of the computed blocks of a request of which nothing more is computed:
-        whole chunks that no step has stored, and the tail."""
+        """Returns the last stores of a request that will compute no more blocks: whole chunks that no
+        step has stored, and the tail."""
         request, size, chunk = state.request, self._block_size, self.adapter.chunk_size
         end = (computed - self._volatile_tokens) // size * size
         whole = end - end % chunk
         has_blocks = state.is_allocated and state.preemptions == request.num_preemptions
         has_blocks = has_blocks and all(len(table) * size >= end for table in tables)
-        # What a window has left is gone.
+        # Blocks that a window has left are gone.
         if not has_blocks or state.is_mixed or self._sizes:
             return []
         if self._adapters.are_refused(request.lora_request):
@@ -332,19 +332,19 @@ class SchedulerSide:
         self.adapter.shutdown()
 
     def reset_cache(self) -> None:
-        """Gives the chunks of all later requests another name, since the weights change."""
+        """Gives the chunks of all later requests another name, because the weights change."""
         self._weights.renew()
         for request_id, state in self._requests.items():
             if state.is_allocated:
                 state.is_mixed = True
                 continue
-            # It waits, and is looked up again.
+            # The request is waiting, and is looked up again.
             if state.has_session and state.matched is None:
                 self.adapter.cleanup_lookup_result(request_id)
             state.preemptions = NO_LOOKUP
 
     def _state(self, request: "Request") -> RequestState | None:
-        """Returns the state of a request that is looked up; begins the lookup where it is new."""
+        """Returns the state of a request that is looked up. Begins the lookup of a new request."""
         state = self._requests.get(request.request_id)
         if state is not None and state.preemptions == request.num_preemptions:
             return state
@@ -394,7 +394,7 @@ class SchedulerSide:
             self.counts["refused_requests"] += 1
 
     def _is_cacheable(self, request: "Request", by_hash: bool) -> bool:
-        """Whether what names a request's chunks names all that they hold."""
+        """Returns True if the names of a request's chunks cover everything that decides their data."""
         if request.resumable:
             # The prompt of a streaming session changes while it runs.
             return False

@@ -1,4 +1,4 @@
-"""A server for this host, started where none answers."""
+"""Starts a server on this host if none answers."""
 
 import json
 import logging
@@ -10,11 +10,11 @@ from typing import Any
 
 logger = logging.getLogger("vllm.lmc")
 
-# Seconds that a server has to start; a drive may take longer to open, and is not waited for.
+# Seconds to wait for a server to start. A drive may take longer to open; the engine does not wait for it.
 START_TIMEOUT = 30
 # Keys of the answer of `lmc start`.
 ANSWER = {"address", "http", "started", "log", "warnings"}
-NO_CACHE = "no KV cache: %s; requests go on without it until a server is there"
+NO_CACHE = "no KV cache: %s; requests run without the cache until a server answers"
 
 
 def program() -> str | None:
@@ -28,8 +28,8 @@ def program() -> str | None:
 def start(flags: Sequence[str]) -> None:
     """Starts a server of this user in the background, unless one answers.
 
-    It belongs to no engine, and ends ten minutes after the last one has gone. A failure is one
-    line in the log.
+    The server belongs to no engine, and ends ten minutes after the last engine has gone. A failure is
+    one line in the log.
     """
     try:
         found = _started(flags)
@@ -40,14 +40,14 @@ def start(flags: Sequence[str]) -> None:
                 "started a server at %s (lmc status --url %s); its log is %s",
                 *(found[key] for key in ("address", "http", "log")),
             )
-    except Exception as error:  # An engine without a cache is worth more than none.
+    except Exception as error:  # An engine without a cache is better than no engine.
         logger.warning(NO_CACHE, _one_line(str(error) or repr(error)))
 
 
 def _started(flags: Sequence[str]) -> dict[str, Any]:
     """Runs `lmc start`, and returns its answer."""
     if (path := program()) is None:
-        raise RuntimeError("the wheel of lmc is not installed, so no server can be started")
+        raise RuntimeError("no server can be started: install lmc's wheel, which has the program")
     line = [path, "start", "--json", f"--timeout-seconds={START_TIMEOUT}"]
     done = subprocess.run(
         [*line, "--", *flags],
@@ -55,13 +55,13 @@ def _started(flags: Sequence[str]) -> dict[str, Any]:
         capture_output=True,
         encoding="utf-8",
         errors="replace",
-        # One that hangs is killed; the server that it has started is not.
+        # `lmc start` is killed if it hangs, but not the server that it has started.
         timeout=START_TIMEOUT + 10,
-        # vLLM kills its own processes by their session and by their parents.
+        # A session of its own, because vLLM kills processes by their session and by their parents.
         start_new_session=True,
         check=False,
     )
-    # Where vLLM ignores the ends of its children, the code is 0.
+    # If vLLM ignores the exits of its children, the code is always 0.
     if done.returncode != 0 or not done.stdout:
         raise RuntimeError(done.stderr.strip() or f"{path} start ended with {done.returncode}")
     found = json.loads(done.stdout)

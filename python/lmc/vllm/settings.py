@@ -13,7 +13,7 @@ TAILS = "lmc.tails"
 MIN_LOAD = "lmc.min_load_tokens"
 
 KNOWN = (SERVER, IDENTITY, WEIGHTS, HASH_MODE, TAILS, MIN_LOAD, EARLY, COPY_THREADS)
-# Beginning of the settings of a server that the connector starts.
+# Prefix of the settings of a server that the connector starts.
 SERVE = "lmc.serve."
 
 
@@ -21,21 +21,21 @@ SERVE = "lmc.serve."
 class Settings:
     """Checked settings, with their defaults."""
 
-    # `local`: the server of this host, which is looked for when connecting.
+    # `local` means the server of this host, which is found when connecting.
     endpoint: str = "local"
-    # A server is started where none answers.
+    # A server is started if none answers.
     starts: bool = True
     # Flags of a server that is started.
     serve_flags: tuple[str, ...] = ()
-    # Text that keeps chunks of engines apart that lmc could not tell from each other.
+    # Text that separates the chunks of engines that lmc could not distinguish.
     identity: str = ""
-    # Name of the weights, or `@` and the path of a file that has it.
+    # Name of the weights, or `@` and the path of a file with the name.
     weights: str = ""
     # Chunks are named by vLLM's block hashes instead of by their tokens.
     hash_mode: bool = True
     # The whole blocks after a request's last whole chunk are kept too.
     tails: bool = True
-    # Fewer tokens are computed instead of being loaded.
+    # Fewer tokens than this are computed instead of loaded.
     min_load_tokens: int = 64
     # A request is looked up when it arrives instead of when it is scheduled for the first time.
     lookup_on_arrival: bool = False
@@ -43,13 +43,13 @@ class Settings:
 
     @classmethod
     def read(cls, extra: Mapping[str, object]) -> "Settings":
-        """Checks the entries that begin with `lmc.`; others are not ours.
+        """Checks the entries that begin with `lmc.`; other entries are not ours.
 
-        Raises `ValueError` with all that is wrong.
+        Raises `ValueError` with all problems.
         """
         wrong = [
             f"{key} is not a setting of lmc; the settings are {', '.join(KNOWN)}, and {SERVE}NAME "
-            "for those of `lmc serve`"
+            "for settings of `lmc serve`"
             for key in extra
             if isinstance(key, str)
             and key.startswith("lmc.")
@@ -77,7 +77,7 @@ class Settings:
         if flags and server != "auto":
             wrong.append(
                 f"{SERVE}… are settings of a server that the connector starts, and {SERVER} is "
-                f"{server!r}: give them to that server"
+                f"{server!r}: set them at that server"
             )
         if server in ("auto", "local"):
             endpoint = "local"
@@ -112,7 +112,7 @@ def _is_serve(key: object) -> bool:
 
 
 def _flag(key: str, value: object) -> str:
-    """Returns the flag of `lmc serve`, or what is wrong with it."""
+    """Returns the flag of `lmc serve`, or a text with the problem."""
     name = key.removeprefix(SERVE)
     if name.startswith("no-"):
         return f'{key}: write "{SERVE}{name.removeprefix("no-")}": false'

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 
 class LmcStats(KVConnectorStats):
-    """What has been counted since the last report, by name."""
+    """Counts since the last report, by name."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -37,7 +37,7 @@ class StatsSource:
         self._reported: dict[str, int] = {}
 
     def take(self, totals: dict[str, int]) -> LmcStats | None:
-        """Returns what was counted since the last call; `None` where that is nothing."""
+        """Returns the counts since the last call; `None` if nothing was counted."""
         if totals == self._reported:
             return None
         news = {name: total - self._reported.get(name, 0) for name, total in totals.items()}

@@ -1,26 +1,26 @@
-"""The name of the weights that an engine computes with, which changes when vLLM resets its caches."""
+"""The name of the weights of an engine, which changes when vLLM resets its caches."""
 
 import logging
 import uuid
 
 logger = logging.getLogger("vllm.lmc")
 
-# Chunks are found by requests with an equal entry only.
+# Only requests with an equal entry find a chunk.
 TAG = "lmcache.tag.lmc.weights"
 MAX_NAME = 256
-# Characters of a file that are read; a longer one has no name, rather than the beginning of one.
+# Limit on the characters of a file; a longer file counts as having no name.
 MAX_FILE = 1024
 
 
 class Weights:
-    """The part of the weights in the names of chunks.
+    """The weights' part of chunk names.
 
-    vLLM resets its caches when weights change, before or after. From then on chunks get a name that
-    no chunk has had, unless the user has another one ready in a file, so that replicas share.
+    vLLM resets its caches before or after weights change. From then on chunks get a new name. The
+    user may provide the new name in a file, so that replicas share chunks.
     """
 
     def __init__(self, setting: str) -> None:
-        """`setting`: empty for those of the model's files, a name, or `@` and a file's path.
+        """`setting`: empty for the weights of the model's files, a name, or `@` and a file's path.
 
         Raises `ValueError` for a file without a name.
         """
@@ -31,12 +31,12 @@ class Weights:
             raise ValueError(f"lmc.weights: {error}") from error
         if len(self.name) > MAX_NAME or (self._path is not None and not self.name):
             raise ValueError(
-                f"lmc.weights needs a name of 1 to {MAX_NAME} characters, also in a file: {setting}"
+                f"lmc.weights {setting}: expected a name of 1 to {MAX_NAME} characters, also in a file"
             )
         self._used = {self.name}
 
     def renew(self) -> None:
-        """Takes the next name: that of the file if it is a new one, or else one of its own."""
+        """Takes the next name: the name in the file if it is new, or else a random name."""
         name = ""
         if self._path is not None:
             try:
@@ -47,15 +47,15 @@ class Weights:
             name = f"reset-{uuid.uuid4()}"
             if self._path is not None:
                 logger.warning(
-                    "no new name of weights in %s: no other engine shares chunks with this one "
-                    "until the next reset",
+                    "lmc.weights: %s has no new name, so no other engine shares chunks with this engine "
+                    "until the next reset; write a new name into the file before a reset",
                     self._path,
                 )
         self._used.add(name)
         self.name = name
 
     def tags(self) -> dict[str, str]:
-        """Returns the entry of each request."""
+        """Returns the entry for each request."""
         return {TAG: self.name} if self.name else {}
 
 

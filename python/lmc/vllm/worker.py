@@ -1,4 +1,4 @@
-"""The worker's side of the connector: copies, and when they have ended."""
+"""The worker's side of the connector: copies, and reports of their ends."""
 
 import logging
 import time
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.lmc")
 
-# Names of the orders in which heads and tokens lie in a block.
+# Names of the orders of heads and tokens in a block.
 LAYOUTS: dict[tuple[int, ...], str] = {(0, 1, 2, 3): "HND", (0, 2, 1, 3): "NHD"}
-# Longest time that a step waits for stores of requests that lost their blocks, in seconds; and of
-# those that lost blocks that a window has left, which comes more often.
+# Longest time in seconds that a step waits for stores of requests that lost their blocks, and of
+# requests that lost blocks which a window has left; the second case is more frequent.
 PREEMPTION_TIMEOUT = 5.0
 WINDOW_TIMEOUT = 0.5
-# Longest time that a step waits until others can learn what it stores for another engine, in seconds.
+# Longest time in seconds that a step waits until other servers can find the stores for another engine.
 HAND_OVER_TIMEOUT = 0.05
-# Time after such a wait that was too long in which no other is waited for, in seconds.
+# Time in seconds without further waits after a wait for a window's blocks timed out.
 HURRY = 10.0
 
 
@@ -37,16 +37,16 @@ class WorkerSide:
         can_store: bool,
         events: StoredChunks | None = None,
     ) -> None:
-        """`can_store`: this rank stores; ranks with equal KV data store it once.
+        """`can_store`: this rank stores. Of ranks with equal KV data only one stores.
 
-        `events` makes KV events where vLLM's are on.
+        `events` creates KV events if vLLM's KV events are on.
         """
         self.adapter = adapter
         self._can_store = can_store
         self._events = events if can_store else None
-        # The GPU that the KV cache lies on.
+        # The GPU with the KV cache.
         self._device: torch.device | None = None
-        # What vLLM has registered, for the registration after a sleep.
+        # The arguments of vLLM's registration, for the registration after a sleep.
         self._kv_caches: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._sleeps = False
         self._hurries_until = 0.0
@@ -60,17 +60,17 @@ class WorkerSide:
         block_size: int,
         is_latent: bool,
     ) -> None:
-        """Names the KV cache of each layer to the adapter, and how far back each KV group looks.
+        """Registers the KV cache of each layer, and the window of each KV group, with the adapter.
 
-        vLLM's tensors have the axes blocks, heads, tokens, content. `axes` is the order in which
-        they lie in memory. `is_latent`: one vector for each token instead of heads (MLA).
+        vLLM's tensors have the axes blocks, heads, tokens, content. `axes` is their order in memory.
+        `is_latent`: one vector for each token instead of heads (MLA).
         """
         named = {"blocks": blocks, "block_size": block_size, "is_latent": is_latent}
         self._kv_caches = ((groups, axes), named)
         layout = LAYOUTS.get(axes)
         if layout is None:
             raise ValueError(
-                f"lmc does not know a KV cache whose axes lie in memory as {axes}: "
+                f"lmc does not support a KV cache with the axes in the order {axes} in memory: "
                 "set VLLM_KV_CACHE_LAYOUT to LBHNC or LBNHC"
             )
         device = groups[0][0][0].device
@@ -81,14 +81,14 @@ class WorkerSide:
             for tensor in tensors:
                 if tensor.device != device:
                     raise ValueError(
-                        f"lmc needs the KV caches of a worker on one device, and they are on "
-                        f"{device} and {tensor.device}"
+                        f"lmc requires all KV caches of a worker on one device, but they are on "
+                        f"{device} and {tensor.device}: start vLLM without lmc"
                     )
                 if tensor.dim() != 4 or tensor.shape[0] != blocks:
                     raise ValueError(
-                        f"lmc does not know a KV cache of shape {tuple(tensor.shape)} with {blocks} "
-                        f"blocks of {block_size} tokens: set --block-size to one that the attention "
-                        "backend uses as it is"
+                        f"lmc does not support a KV cache of shape {tuple(tensor.shape)} with {blocks} "
+                        f"blocks of {block_size} tokens: set --block-size to a size that the attention "
+                        "backend uses unchanged"
                     )
                 view = tensor.permute(axes)
                 if is_latent:
@@ -104,7 +104,7 @@ class WorkerSide:
         self._device = None if gpu is None else device
 
     def unregister_kv_caches(self) -> None:
-        """Leaves the KV cache's memory alone until it is restored."""
+        """Stops using the KV cache's memory until it is restored."""
         if self._kv_caches is not None:
             self.adapter.unregister_kv_caches()
             self._sleeps = True
@@ -117,10 +117,10 @@ class WorkerSide:
         try:
             self.register_kv_caches(*positional, **named)
         except ValueError as error:
-            # An engine without a cache is worth more than one that does not wake up.
+            # An engine without a cache is better than an engine that does not wake up.
             logger.warning(
-                "the KV cache is not registered again, so nothing is loaded or stored until vLLM "
-                "has slept once more: %s",
+                "the KV cache could not be registered again, so no chunks are loaded or stored until "
+                "vLLM has slept and woken up once more: %s",
                 error,
             )
             return
@@ -145,16 +145,16 @@ class WorkerSide:
 
     def _warn_of_dropped(self, requests: int, timeout: float) -> None:
         logger.warning(
-            "stores of %d requests that vLLM takes blocks from took longer than %s s; those that "
-            "had not begun were dropped, and their chunks are not cached",
+            "vLLM frees blocks of %d requests whose stores took longer than %s s; stores that had not "
+            "begun were dropped, and their chunks are not cached",
             requests,
             timeout,
         )
 
     def begin_step(self, step: Step) -> None:
-        """Begins the loads of a step, and the stores of blocks that steps before have written.
+        """Begins the loads of a step, and the stores of blocks that earlier steps have written.
 
-        vLLM calls this also for a step that computes nothing.
+        vLLM also calls this for a step that computes nothing.
         """
         if self._events is not None:
             self._events.submitted(step.blocks)
@@ -164,9 +164,9 @@ class WorkerSide:
             self.adapter.batched_submit_retrieve_requests(step.loads, stream=self._stream())
 
     def submit_stores(self, step: Step) -> None:
-        """Begins the stores of a step, which has written their blocks.
+        """Begins the stores of the blocks that this step has written.
 
-        An engine that is to decode may ask for them as soon as vLLM has answered.
+        A decode engine may ask for these chunks as soon as vLLM has answered.
         """
         if step.stores and self._can_store:
             self.adapter.batched_submit_store_requests(step.stores, stream=self._stream())
@@ -174,9 +174,9 @@ class WorkerSide:
             self.adapter.wait_until_reserved(step.handed_over, HAND_OVER_TIMEOUT)
 
     def _stream(self) -> int | None:
-        """Returns the stream of the step's work on the GPU, after which copies begin.
+        """Returns the GPU stream of the step's work; copies begin after this work.
 
-        A load waits as well: the step before may still write to blocks that it has lost.
+        Loads wait for it, too: the previous step may still write to blocks that a request has lost.
         """
         if self._device is None:
             return None
@@ -187,15 +187,15 @@ class WorkerSide:
     def take_events(self) -> list[Hashable]:
         """Returns the KV events of the chunks that were stored since the last call.
 
-        Called after `get_finished`, it returns those of each request that was reported.
+        Called after `get_finished`, it returns the events of every reported request.
         """
         return [] if self._events is None else self._events.take()
 
     def get_finished(self, step: Step | None) -> tuple[set[str], set[str], set[str]]:
-        """Returns the requests whose stores, and whose loads, have ended, and whose loads failed.
+        """Returns three sets of requests: stores have ended, loads have ended, loads have failed.
 
-        Of finished requests only those are named to the adapter whose blocks vLLM keeps: vLLM ends
-        on a report of any other.
+        The adapter gets only finished requests whose blocks vLLM keeps: a report of any other request
+        would end vLLM.
         """
         finished = step.finished if step is not None else set()
         if self._can_store:
@@ -210,6 +210,7 @@ def _uuid(device: "torch.device") -> str:
 
     if device.type != "cuda" or torch.version.cuda is None:
         raise ValueError(
-            f"lmc copies KV caches in host memory and on NVIDIA GPUs, and this one is on {device}"
+            f"lmc supports KV caches in host memory and on NVIDIA GPUs, but this one is on {device}: "
+            "start vLLM without lmc"
         )
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -17,7 +17,7 @@ pub(crate) enum Workload {
     Noop,
     /// Lookups of prompts that are cached.
     Lookup,
-    /// Lookups of prompts that were never seen.
+    /// Lookups of new prompts.
     LookupCold,
     /// Stores of new prompts.
     Store,
@@ -111,7 +111,7 @@ pub(crate) struct Target {
 }
 
 impl Target {
-    /// The host as it stands in a URL.
+    /// Returns the host as it is written in a URL.
     pub(crate) fn authority(&self) -> String {
         if self.host.contains(':') {
             format!("[{}]", self.host)
@@ -146,11 +146,11 @@ pub(crate) struct EngineArgs {
     /// The server's address for engines.
     #[arg(long, value_name = "URL", default_value = "tcp://127.0.0.1:5555")]
     pub(crate) url: Target,
-    /// The server's HTTP address, to see whether it is in use and to clear it after the run; by
+    /// The server's HTTP address, to check whether the server is in use and to clear it after the run; by
     /// default port 8080 of --url's host.
     #[arg(long, value_name = "URL", env = "LMC_URL", hide_env_values = true)]
     pub(crate) http_url: Option<HttpUrl>,
-    /// Run although the server holds chunks or serves engines, or may; nothing is cleared then.
+    /// Run even if the server holds chunks or serves engines, or if that is not known; it is then not cleared.
     #[arg(long)]
     pub(crate) force: bool,
     /// Side that copies: engine_driven (the engine) or lmcache_driven (the server).
@@ -171,7 +171,7 @@ pub(crate) struct EngineArgs {
     /// Tokens of a block of the engine's memory.
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = value_parser!(u32).range(1..=1 << 20))]
     pub(crate) block_size: u32,
-    /// Check every byte that is read; takes no part in the times. `--verify false` for none.
+    /// Check every byte that is read, outside the measured times. `--verify false` turns it off.
     #[arg(long, value_name = "BOOL", default_value_t = true, action = clap::ArgAction::Set)]
     pub(crate) verify: bool,
     /// Longest wait for an answer, in seconds.
@@ -198,13 +198,13 @@ pub(crate) struct BenchArgs {
         default_value = "2048"
     )]
     pub(crate) tokens: Vec<usize>,
-    /// Clients at once, each with one request under way; one run for each.
+    /// Clients at the same time, each with one request under way; one run for each.
     #[arg(long, value_delimiter = ',', value_name = "N,…", default_value = "1")]
     pub(crate) clients: Vec<usize>,
-    /// Share of each prompt that it has in common with all others, 0 to 1.
+    /// Share of each prompt that all prompts have in common, 0 to 1.
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     pub(crate) shared_prefix: f64,
-    /// Prompts that each client has cached and asks for in turn.
+    /// Prompts that each client has in the cache and requests in turn.
     #[arg(long, value_name = "N", default_value_t = 4)]
     pub(crate) prompts: usize,
     /// Seconds of each run, unless --count is given.
@@ -213,20 +213,20 @@ pub(crate) struct BenchArgs {
     /// Operations of each client in a run, instead of --duration.
     #[arg(long, value_name = "N")]
     pub(crate) count: Option<u64>,
-    /// Seconds before each run that do not count.
+    /// Seconds of warm-up before each run, which do not count.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.5)]
     pub(crate) warmup: f64,
     /// Connections that one thread of the generator serves (noop and lookups); 0 chooses.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) connections_per_thread: usize,
-    /// The server's process, for its CPU time and memory; found by its port where it can be.
+    /// The server's process, for its CPU time and memory; by default found by its port, if possible.
     #[arg(long, value_name = "PID")]
     pub(crate) server_pid: Option<u32>,
     /// Seed of the prompts; the same seed gives the same prompts.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) seed: u64,
     /// Name of the model in the chunks' keys. With the same name and seed, a later run finds the chunks
-    /// that this one leaves in the server (--force); by default each run has a name of its own.
+    /// that this run leaves in the server (--force); by default each run has its own name.
     #[arg(long, value_name = "NAME")]
     pub(crate) model: Option<String>,
     /// Print JSON instead of a table.
@@ -248,14 +248,14 @@ fn timeout(text: &str) -> Result<Duration, String> {
 }
 
 impl EngineArgs {
-    /// Bytes of one worker's part of a chunk.
+    /// Returns the bytes of one worker's part of a chunk.
     pub(crate) fn chunk_bytes(&self, chunk_tokens: usize) -> usize {
         2 * self.layers as usize * self.hidden as usize * self.dtype.size() * chunk_tokens
     }
 }
 
 impl BenchArgs {
-    /// Checks what the types cannot say.
+    /// Checks the values beyond their types.
     pub(crate) fn check(&self) -> Result<(), String> {
         let positive = |name: &str, holds: bool| {
             if holds {
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_done_is_refused() {
+    fn impossible_values_are_refused() {
         for wrong in [
             &["--url", "localhost"] as &[&str],
             &["--url", "tcp://host:0"],

@@ -1,4 +1,4 @@
-//! The clients of one run, and what they measured.
+//! The clients of one run, and their measurements.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier};
@@ -14,26 +14,26 @@ use super::prompt::{Prompt, PromptShape, Random};
 use super::stats::Samples;
 use super::wire::Encoded;
 
-/// One combination of what was asked for.
+/// One combination of workload, tokens and clients.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Case<'a> {
     pub(crate) args: &'a BenchArgs,
     pub(crate) workload: Workload,
     pub(crate) tokens: usize,
     pub(crate) clients: usize,
-    /// Position among all runs; prompts of different runs differ.
+    /// Index among all runs; prompts of different runs differ.
     pub(crate) number: u64,
 }
 
 /// Measurements of one kind of operation.
 #[derive(Debug, Default)]
 pub(crate) struct Measured {
-    /// Times until the answer was there.
+    /// Times until the answer arrived.
     pub(crate) latency: Samples,
     /// Times of the control messages alone: LOOKUP's own answer, or a transfer without its copies.
     pub(crate) control: Samples,
     pub(crate) bytes: u64,
-    /// Bytes a second of each client in the time that its operations took, added up.
+    /// Sum over clients of bytes per second, within the time of each client's operations.
     pub(crate) bytes_per_second: f64,
 }
 
@@ -49,20 +49,20 @@ impl Measured {
     }
 }
 
-/// Counters of a run, besides its times.
+/// Counters of a run, apart from its times.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Counts {
-    /// Prompts that were asked for and not cached (any more).
+    /// Requested prompts that were not (or no longer) cached.
     pub(crate) misses: u64,
     pub(crate) verified_bytes: u64,
     pub(crate) wrong_bytes: u64,
     pub(crate) errors: Vec<String>,
-    /// Chunks stored, those before the clock ran included.
+    /// Chunks stored, also before the clock ran.
     pub(crate) stored_chunks: u64,
     pub(crate) stored_bytes: u64,
 }
 
-/// Results of one client or of all.
+/// Results of one client, or of all clients.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) noop: Measured,
@@ -104,7 +104,7 @@ pub(crate) struct Clock {
 }
 
 impl Clock {
-    /// Measured operations of all clients so far.
+    /// Returns the number of measured operations of all clients so far.
     pub(crate) fn completed(&self) -> u64 {
         self.completed.load(Ordering::Relaxed)
     }
@@ -118,7 +118,7 @@ impl Clock {
         self.phase.load(Ordering::Acquire) != STOP && self.count.is_none_or(|count| done < count)
     }
 
-    /// Returns true if an operation that began while `measured` counts now that it has ended.
+    /// Returns true if an operation that has ended counts. `measured`: it began while the clock ran.
     fn counts(&self, measured: bool) -> bool {
         let counts = measured && self.measures();
         if counts {
@@ -128,8 +128,8 @@ impl Clock {
     }
 }
 
-/// Runs one case: sets up, warms up, measures. `measured` is called when the clock starts and
-/// when it has stopped; `tick` again and again between the two.
+/// Runs one case: sets up, warms up, measures. `measured` is called when the clock starts and when it has
+/// stopped; `tick` is called repeatedly in between.
 pub(crate) fn run(
     plan: &Arc<Plan>,
     case: Case<'_>,
@@ -154,7 +154,7 @@ pub(crate) fn run(
                     .spawn_scoped(scope, work)
             })
             .collect();
-        // Every thread that was started waits at the barrier, so none may be missing.
+        // Every started thread waits at the barrier for all threads, so none may be missing.
         let threads: Vec<_> = threads
             .into_iter()
             .collect::<Result<_, _>>()
@@ -191,7 +191,7 @@ pub(crate) fn run(
     })
 }
 
-/// Returns the clients that share each thread.
+/// Returns the clients of each thread.
 fn groups(case: Case<'_>) -> Vec<Vec<u64>> {
     let alone = !matches!(
         case.workload,
@@ -214,7 +214,7 @@ fn client_thread(
     clients: Vec<u64>,
     clock: &Clock,
 ) -> Result<Tally> {
-    // Whatever fails before the barrier must not keep the others waiting at it.
+    // A failure before the barrier must not keep the other threads waiting.
     if case.workload == Workload::Noop {
         let ready = clients
             .iter()
@@ -240,13 +240,13 @@ fn client_thread(
         }
     }
     if let Err(error) = engine.stop() {
-        let text = format!("at the end: {error:#}");
+        let text = format!("unregistering failed: {error:#}");
         tally.counts.errors.push(text);
     }
     Ok(tally)
 }
 
-/// Prompts of one client: those that are cached, and new ones.
+/// Cached and new prompts of one client.
 struct Prompts {
     shape: PromptShape,
     next: u64,
@@ -274,7 +274,7 @@ impl Prompts {
     }
 }
 
-/// Registers an engine and stores what the clients of this thread will ask for.
+/// Registers an engine, and stores the prompts that the clients of this thread will request.
 fn prepare(
     plan: &Arc<Plan>,
     case: Case<'_>,
@@ -308,7 +308,7 @@ fn prepare(
                 let ask = ask.map(|(prompt, number)| Ask::lookup(plan, prompt, client, number));
                 askers.push(Asker::new(plan, Source::Turns(ask.collect()))?);
             }
-            // What a server does behind its answer must not count as a miss.
+            // Work that a server does after its answer must not cause misses.
             settle(&mut askers, plan)?;
         }
         Workload::LookupCold => {
@@ -327,7 +327,7 @@ fn prepare(
     Ok((engine, askers, prompts))
 }
 
-/// Looks each prompt up once, before the clock runs.
+/// Looks up each prompt until all its chunks are found, before the clock runs.
 fn settle(askers: &mut [Asker], plan: &Plan) -> Result<()> {
     let deadline = Instant::now() + plan.args.timeout;
     for asker in askers {
@@ -349,8 +349,8 @@ fn settle(askers: &mut [Asker], plan: &Plan) -> Result<()> {
                 }
                 ensure!(
                     Instant::now() < deadline,
-                    "{found} of {} chunks are found after they were stored: is the pool too small \
-                     for --clients times --prompts?",
+                    "{found} of {} chunks are found after they were stored: the pool may be too small \
+                     for --clients times --prompts; use fewer, or a larger pool",
                     ask.expected
                 );
                 thread::sleep(Duration::from_millis(5));
@@ -436,7 +436,7 @@ fn record(measured: &mut Measured, moved: &Moved) {
     measured.bytes += moved.bytes;
 }
 
-/// The requests of one lookup: asking, polling, ending. A noop has the first only.
+/// The requests of one lookup: the lookup, the poll for its result, and the end.
 struct Ask {
     first: Encoded,
     query: Encoded,
@@ -471,7 +471,7 @@ enum Step {
     End,
 }
 
-/// A connection that asks one thing after the other.
+/// A connection that sends one request after the other.
 struct Asker {
     client: Client,
     source: Source,
@@ -520,7 +520,7 @@ impl Asker {
         first.send(&mut self.client)
     }
 
-    /// Takes the next answer. Whether the operation is over.
+    /// Takes the next answer. Returns true if the operation is over.
     fn advance(&mut self, clock: &Clock, tally: &mut Tally) -> Result<bool> {
         let ask = match (&self.source, &self.fresh) {
             (Source::Noop(request), _) => {
@@ -552,10 +552,10 @@ impl Asker {
                     }
                     ensure!(
                         found <= ask.expected,
-                        "{found} chunks of a prompt are said to be cached, but {} were stored",
+                        "the server reports {found} chunks of a prompt as cached, but only {} were stored",
                         ask.expected
                     );
-                    // Nothing of a cold prompt is expected, so nothing of it is missed.
+                    // No chunks of a cold prompt are expected, so it has no misses.
                     let misses = matches!(self.source, Source::Turns(_)) && found < ask.expected;
                     tally.counts.misses += u64::from(misses);
                     ask.end.send(&mut self.client)?;
@@ -571,8 +571,8 @@ impl Asker {
     }
 }
 
-/// Keeps one request of each connection under way and takes the answers in turn. With several
-/// connections a thread, an answer may wait until its turn comes, which counts as its latency.
+/// Keeps one request of each connection under way and takes the answers in turn. With several connections
+/// per thread, an answer may wait for its turn, which counts as latency.
 fn ask_in_turn(plan: &Plan, askers: Vec<Asker>, clock: &Clock) -> Tally {
     let mut tally = Tally::default();
     let mut active = Vec::new();

@@ -22,7 +22,7 @@ pub(crate) struct Plan {
     pub(crate) args: EngineArgs,
     /// Tokens of the longest prompt.
     pub(crate) longest: usize,
-    /// Unknown to the server before the run, so that nothing is cached.
+    /// Name of the model; new to the server, so that no chunks are cached.
     pub(crate) model: String,
     pub(crate) chunk_tokens: usize,
 }
@@ -30,10 +30,10 @@ pub(crate) struct Plan {
 /// Time and bytes of one store or retrieve.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Moved {
-    /// Time from the first request to the last answer, copies included; without making and checking
+    /// Time from the first request to the last answer, with the copies, but without creating and checking
     /// the bytes.
     pub(crate) took: Duration,
-    /// The round trips alone.
+    /// Time of the round trips only.
     pub(crate) control: Duration,
     pub(crate) bytes: u64,
     pub(crate) chunks: u64,
@@ -47,7 +47,7 @@ pub(crate) struct Served {
     /// Leading chunks that were found.
     pub(crate) found: u64,
     pub(crate) lookup: Duration,
-    /// `None` where nothing was found, or it had gone.
+    /// `None` if no chunks were found, or they were gone before the retrieve.
     pub(crate) retrieved: Option<Moved>,
     pub(crate) stored: Moved,
 }
@@ -58,7 +58,7 @@ struct Worker {
     client: Client,
     rank: u32,
     instance_id: u64,
-    /// The server's pool where this worker copies, its own paged memory where the server does.
+    /// The server's pool if this worker copies, or its own paged memory if the server copies.
     memory: Mapped,
 }
 
@@ -83,7 +83,7 @@ impl Plan {
         };
         let reply = plan.connect()?.ask(&Request::GetChunkSize)?;
         let Reply::Int(chunk_tokens @ 1..=0x10_0000) = reply else {
-            bail!("the server names a chunk size that cannot be: {reply:?}");
+            bail!("the server names an invalid chunk size: {reply:?}");
         };
         plan.chunk_tokens = chunk_tokens as usize;
         Ok(plan)
@@ -125,7 +125,7 @@ impl Plan {
         self.chunk_tokens / self.args.block_size as usize
     }
 
-    /// Paged memory for the longest prompt and block 0, which stands for no block.
+    /// Returns the blocks of paged memory for the longest prompt, and block 0, which means no block.
     fn paged_blocks(&self) -> usize {
         1 + self.longest / self.chunk_tokens * self.blocks_of_chunk()
     }
@@ -174,7 +174,7 @@ fn register_engine_driven(plan: &Plan, client: &mut Client, instance_id: u64) ->
     };
     ensure!(
         !shm_name.is_empty(),
-        "the server has no shared pool: try --mode lmcache_driven"
+        "the server has no shared pool: use --mode lmcache_driven"
     );
     Mapped::open(&shm_name, pool_size)
 }
@@ -186,7 +186,7 @@ fn register_paged(plan: &Plan, client: &mut Client, instance_id: u64) -> Result<
     let nbytes = layer_bytes * args.layers as usize;
     let name = format!("lmc_bench_kv_{instance_id}");
     let memory = Mapped::create(&name, nbytes)?;
-    // `[blocks, heads, tokens, 2 * size]`, as vLLM's CPU attention has it.
+    // `[blocks, heads, tokens, 2 * size]`, as in vLLM's CPU attention.
     let heads = if args.hidden.is_multiple_of(64) {
         args.hidden / 64
     } else {
@@ -267,8 +267,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Returns a name that no request had before, in this run or another: a server that was cleared
-    /// takes a name that is used again for that of the request before.
+    /// Returns a request id that no request of any run had before: after a clear, a server takes a reused
+    /// id for the earlier request.
     fn request_id(&self) -> String {
         static RUN: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one("run"));
         static REQUESTS: AtomicU64 = AtomicU64::new(0);
@@ -281,7 +281,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Looks a prompt up and ends the request. What it took until the number of chunks was known.
+    /// Looks up a prompt and ends the request. Returns the number of chunks and the time until it was known.
     pub(crate) fn lookup(&mut self, prompt: &Prompt) -> Result<(u64, Duration)> {
         let request = self.request_id();
         let found = self.look_up(prompt, &request)?;
@@ -312,14 +312,14 @@ impl Engine {
     /// Stores a prompt as all workers.
     pub(crate) fn store(&mut self, prompt: &Prompt) -> Result<Moved> {
         let request = self.request_id();
-        // As engines do: a server does not know when a request began that was not looked up.
+        // As engines do: without a lookup, a server does not know when the request began.
         self.look_up(prompt, &request)?;
         let moved = self.store_from(prompt, 0, &request)?;
         self.end(request)?;
         Ok(moved)
     }
 
-    /// Retrieves a whole prompt as all workers; none when some of it is not cached any more.
+    /// Retrieves a whole prompt as all workers; `None` if some of its chunks are no longer cached.
     pub(crate) fn retrieve(&mut self, prompt: &Prompt) -> Result<Option<Moved>> {
         let request = self.request_id();
         let (found, _) = self.look_up(prompt, &request)?;
@@ -332,8 +332,7 @@ impl Engine {
         Ok(moved)
     }
 
-    /// Serves a prompt as an engine does: looks it up, retrieves the chunks that are found, and stores the
-    /// others.
+    /// Serves a prompt as an engine does: looks it up, retrieves the chunks found, and stores the others.
     pub(crate) fn serve(&mut self, prompt: &Prompt) -> Result<Served> {
         let mut served = Served::default();
         if prompt.chunks() == 0 {
@@ -344,7 +343,7 @@ impl Engine {
         let found = usize::try_from(served.found).unwrap_or(usize::MAX);
         ensure!(
             found <= prompt.chunks(),
-            "found {found} chunks of a prompt of {}",
+            "the server found {found} chunks of a prompt that has {}",
             prompt.chunks()
         );
         if found > 0 {
@@ -358,7 +357,7 @@ impl Engine {
         Ok(served)
     }
 
-    /// Stores the chunks from number `first` on, by the side that copies.
+    /// Stores the chunks from index `first` on; the mode decides which side copies.
     fn store_from(&mut self, prompt: &Prompt, first: usize, request: &str) -> Result<Moved> {
         match self.plan.args.mode {
             // The server names the chunks that it lacks.
@@ -367,7 +366,7 @@ impl Engine {
         }
     }
 
-    /// Retrieves every chunk, by the side that copies; none when some of them have gone.
+    /// Retrieves every chunk; the mode decides which side copies. `None` if some chunks are gone.
     fn retrieve_all(&mut self, prompt: &Prompt, request: &str) -> Result<Option<Moved>> {
         match self.plan.args.mode {
             Mode::EngineDriven => self.retrieve_by_worker(prompt, request),
@@ -375,7 +374,7 @@ impl Engine {
         }
     }
 
-    /// One request of each worker, sent together. The answers, and what they took.
+    /// Sends one request of each worker together. Returns the answers and the time.
     fn all(
         &mut self,
         prompt: &Prompt,
@@ -422,7 +421,7 @@ impl Engine {
             };
             for (slot, index) in slots.iter().zip(chunk_indices) {
                 let seed = prompt.seeds.get(index as usize);
-                let seed = *seed.context("the server named a chunk that was not asked for")?;
+                let seed = *seed.context("the server named a chunk that was not requested")?;
                 check_length(slot, self.scratch.len())?;
                 fill(piece_seed(seed, worker.rank, 0), &mut self.scratch);
                 let started = Instant::now();
@@ -467,7 +466,7 @@ impl Engine {
             };
             ensure!(
                 slots.len() == prompt.chunks(),
-                "asked for {} chunks, got {}",
+                "expected {} chunks from the server, found {}",
                 prompt.chunks(),
                 slots.len()
             );
@@ -518,7 +517,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Stores the chunks from number `first` on.
+    /// Stores the chunks from index `first` on; the server copies.
     fn store_by_server(&mut self, prompt: &Prompt, first: usize, request: &str) -> Result<Moved> {
         let plan = Arc::clone(&self.plan);
         let mut block = vec![0; plan.block_bytes_in_layer()];
@@ -548,7 +547,7 @@ impl Engine {
         let plan = Arc::clone(&self.plan);
         let mut block = vec![0xEE; plan.block_bytes_in_layer()];
         if plan.args.verify {
-            // What an earlier request left must not pass for what this one brings.
+            // Bytes of an earlier request must not pass for bytes of this one.
             for worker in &self.workers {
                 Self::each_block(&plan, prompt, worker.rank, |offset, _| {
                     worker.memory.write(offset, &block)
@@ -582,7 +581,7 @@ impl Engine {
         Ok(Some(moved))
     }
 
-    /// One copy of `chunks` chunks by the server for each worker; none when it was not made.
+    /// Lets the server copy `chunks` chunks for each worker; `None` if a copy was not made.
     fn by_server(
         &mut self,
         prompt: &Prompt,

@@ -9,14 +9,14 @@ use crate::tools::http::{Call, HttpUrl};
 /// A server's use, as its HTTP side reports it.
 #[derive(Debug, Clone, Copy)]
 struct Holdings {
-    /// Bytes in memory and in every lower tier.
+    /// Chunks in memory and in every lower tier.
     chunks: u64,
     workers: u64,
     /// Bytes stored since the server's start, by all engines; `None` for a server that is not lmc.
     stored_bytes: Option<u64>,
 }
 
-/// The use of the server as it was before the run.
+/// The use of the server before the run.
 #[derive(Debug)]
 pub(crate) struct Footprint {
     url: HttpUrl,
@@ -24,10 +24,10 @@ pub(crate) struct Footprint {
 }
 
 impl Footprint {
-    /// Looks at the server before anything is sent to it.
+    /// Checks the server before any load is sent to it.
     ///
     /// # Errors
-    /// When it is in use, or may be, and `--force` was not given.
+    /// The server is in use, or that is not known, and `--force` was not given.
     pub(crate) fn before(args: &EngineArgs) -> Result<Self> {
         let target = &args.url;
         let default = || format!("http://{}:8080", target.authority()).into();
@@ -37,16 +37,16 @@ impl Footprint {
         if !args.force {
             let found = found.with_context(|| {
                 format!(
-                    "cannot see whether {server} is in use: name its HTTP address with \
-                     --http-url, or go on with --force"
+                    "cannot check whether {server} is in use: name its HTTP address with \
+                     --http-url, or use --force"
                 )
             })?;
             ensure!(
                 found.chunks == 0 && found.workers == 0,
-                "{server} holds {} chunks and serves {} workers, and this load would slow them \
-                 and may evict those chunks: use a server of its own (lmc serve --port 6555 \
+                "{server} holds {} chunks and serves {} workers; this load would slow these workers \
+                 and may evict these chunks: use a separate server (lmc serve --port 6555 \
                  --http-port 8081, and here --url tcp://127.0.0.1:6555 --http-url \
-                 127.0.0.1:8081), or go on with --force",
+                 127.0.0.1:8081), or use --force",
                 found.chunks,
                 found.workers
             );
@@ -56,12 +56,12 @@ impl Footprint {
                 before: Some(found),
             });
         }
-        eprintln!("lmc: what this run stores stays in {server} until it is evicted");
+        eprintln!("lmc: the chunks of this run stay in {server} until they are evicted");
         Ok(Self { url, before: None })
     }
 
-    /// Empties a server that was empty before and holds nothing but the `stored` bytes of this
-    /// run. Says so where it does not.
+    /// Clears a server that was empty before and holds only the `stored` bytes of this run. Prints a note
+    /// if it does not clear.
     pub(crate) fn clear(&self, port: u16, stored: u64) {
         let Some(before) = self.before else {
             return;
@@ -78,9 +78,9 @@ impl Footprint {
     fn try_clear(&self, before: Holdings, port: u16, stored: u64) -> Result<u64> {
         let now = holdings(&self.url, port)?;
         let (Some(first), Some(last)) = (before.stored_bytes, now.stored_bytes) else {
-            bail!("it is not lmc, so what it calls clear is not known");
+            bail!("the server is not lmc, so it is not known what its clear does");
         };
-        ensure!(now.workers == 0, "it serves {} workers now", now.workers);
+        ensure!(now.workers == 0, "the server serves {} workers now", now.workers);
         let others = last.saturating_sub(first).saturating_sub(stored);
         ensure!(others == 0, "other engines stored {others} bytes meanwhile");
         let answer = Call::new("POST", "/cache/clear", Some(json!({"tier": "all"})));
@@ -90,7 +90,7 @@ impl Footprint {
     }
 }
 
-/// Asks the HTTP side at `url`, which must be the one of the server that engines reach at `port`.
+/// Asks the HTTP side at `url`, which must belong to the server that engines reach at `port`.
 fn holdings(url: &HttpUrl, port: u16) -> Result<Holdings> {
     let config = Call::get("/config").send(url)?;
     let its = &config["mp"]["port"];

@@ -1,7 +1,7 @@
 //! Shared memory as a worker maps it: the server's pool, or the worker's own paged memory.
 //!
-//! `lmc-memory` maps only foreign memory with a guard against its owner, and refuses pools of
-//! lmc; a load generator is the pool's guest, as an engine's worker is.
+//! `lmc-memory` guards foreign memory against its owner, and refuses pools of lmc. A load generator uses
+//! the server's pool as an engine's worker does.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::OpenOptionsExt;
@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use lmc_memory::SharedName;
 use memmap2::{MmapOptions, MmapRaw};
 
-/// A mapping of a whole segment, removed from the system on drop where it is our own.
+/// A mapping of a whole segment. On drop, a segment of our own is removed from the system.
 #[derive(Debug)]
 pub(crate) struct Mapped {
     memory: MmapRaw,
@@ -31,7 +31,7 @@ impl Drop for Own {
 impl Mapped {
     /// Maps the first `len` bytes of a segment that exists.
     pub(crate) fn open(name: &str, len: u64) -> Result<Self> {
-        // The name comes from whatever process listens on the port.
+        // The name comes from the process that listens on the port, which may be any process.
         let path = SharedName::new(name)?.path();
         let file = OpenOptions::new()
             .read(true)
@@ -40,7 +40,7 @@ impl Mapped {
             .open(&path)
             .with_context(|| {
                 format!(
-                    "the server's pool {} cannot be opened: does it run on this host?",
+                    "the server's pool {} cannot be opened: check that the server runs on this host, as this user",
                     path.display()
                 )
             })?;
@@ -53,7 +53,7 @@ impl Mapped {
         Self::map(&file, len as usize, None)
     }
 
-    /// Makes a segment of our own and maps it.
+    /// Creates a segment of our own and maps it.
     pub(crate) fn create(name: &str, len: usize) -> Result<Self> {
         let path = PathBuf::from("/dev/shm").join(name);
         let file = OpenOptions::new()
@@ -62,7 +62,7 @@ impl Mapped {
             .create_new(true)
             .mode(0o600)
             .open(&path)
-            .with_context(|| format!("cannot make {}", path.display()))?;
+            .with_context(|| format!("cannot create {}", path.display()))?;
         let own = Own(path);
         file.set_len(len as u64)?;
         Self::map(&file, len, Some(own))
@@ -79,8 +79,8 @@ impl Mapped {
     /// Copies `bytes` to `offset`.
     pub(crate) fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
         let at = self.check(offset, bytes.len())?;
-        // SAFETY: `check` proved the range inside the mapping; another process may write there,
-        // which only shows as wrong bytes, since no reference to them exists.
+        // SAFETY: `check` proved that the range is inside the mapping. Another process may write there,
+        // which only causes wrong bytes, because no reference to the bytes exists.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 bytes.as_ptr(),
@@ -109,7 +109,7 @@ impl Mapped {
         let end = offset.checked_add(len as u64);
         ensure!(
             end.is_some_and(|end| end <= self.memory.len() as u64),
-            "the server named bytes {offset}+{len}, outside the segment of {}",
+            "the server named bytes {offset}+{len}, outside the segment of {} bytes",
             self.memory.len()
         );
         Ok(offset as usize)

@@ -33,15 +33,15 @@ use crate::occupant;
 use crate::text::error_text;
 
 const LONG_ABOUT: &str = "\
-Sends lookups, stores and retrieves to a server, as vLLM's LMCacheMPConnector does. Works with any
-server of that protocol, LMCache's own included.
+Sends lookups, stores and retrieves to a server, as vLLM's LMCacheMPConnector does. It works with any
+server of that protocol, also with LMCache's own.
 
-Every byte that is read is compared with what was stored; the time for that is not measured. The
-exit code is 1 when a byte is wrong or a request fails.
+Every byte that is read is compared with the byte that was stored; the time for this is not measured.
+The exit code is 1 if a byte is wrong or a request fails.
 
-A server that holds chunks or serves engines is refused unless --force is given: the load slows
-those engines and may evict those chunks. The chunks of a run have a model name of their own. A
-server that was empty is cleared after the run, its disk tier included.";
+A server that holds chunks or serves engines is refused unless --force is given: the load slows these
+engines and may evict these chunks. The chunks of each run have their own model name. A server that was
+empty is cleared after the run, with its disk tier.";
 
 const EXAMPLES: &str = "\
 Examples:
@@ -53,12 +53,13 @@ Examples:
 pub(crate) fn command() -> Command {
     // The texts come last: the arguments would bring the doc comment of their type along.
     BenchArgs::augment_args(Command::new("bench"))
-        .about("Puts load on a server, measures it, and checks every byte that it gives back")
+        .about("Puts load on a server, measures it, and checks every byte that it returns")
         .long_about(LONG_ABOUT)
         .after_help(EXAMPLES)
 }
 
-/// 0 when all went well, 1 when a byte was wrong or a request failed, 2 for wrong flags.
+/// Runs the command. The exit code is 0 on success, 1 if a byte was wrong or a request failed, 2 for wrong
+/// flags.
 pub(crate) fn run(matches: &ArgMatches) -> ExitCode {
     let args = BenchArgs::from_arg_matches(matches).map_err(|error| error.to_string());
     let args = args.and_then(|args| args.check().map(|()| args));
@@ -79,7 +80,7 @@ pub(crate) fn run(matches: &ArgMatches) -> ExitCode {
     }
 }
 
-/// Runs every combination and prints the results. Whether all went well.
+/// Runs every combination and prints the results. Returns true if all runs succeeded.
 fn measure(args: BenchArgs) -> Result<bool> {
     let model = args.model.clone().unwrap_or_else(|| own_model("bench"));
     let longest = args.tokens.iter().max().copied().unwrap_or(0);
@@ -124,12 +125,12 @@ fn measure(args: BenchArgs) -> Result<bool> {
         eprintln!("lmc bench: {error}");
     }
     if wrong {
-        eprintln!("lmc bench: the server gave back bytes that were not stored");
+        eprintln!("lmc bench: the server returned wrong bytes");
     }
     Ok(passed)
 }
 
-/// Returns the name of a model that no run had before.
+/// Returns a model name that no earlier run used.
 fn own_model(command: &str) -> String {
     let since = SystemTime::now().duration_since(UNIX_EPOCH);
     let since = since.unwrap_or_default().as_millis();
@@ -157,7 +158,7 @@ fn cases(args: &BenchArgs) -> Vec<Case<'_>> {
     cases
 }
 
-/// Runs one combination. Its rows, and what it counted.
+/// Runs one combination. Returns its rows and its counts.
 fn one(plan: &Arc<Plan>, case: Case<'_>, server: Option<u32>) -> Result<(Vec<Row>, Counts)> {
     let usage = || server.and_then(process::usage);
     let own = || process::usage(std::process::id());
@@ -192,7 +193,7 @@ fn one(plan: &Arc<Plan>, case: Case<'_>, server: Option<u32>) -> Result<(Vec<Row
     Ok((rows, counts))
 }
 
-/// A bar on a terminal, nothing elsewhere.
+/// Returns a bar, which is shown only on a terminal.
 fn progress(case: Case<'_>) -> ProgressBar {
     let length = match case.args.count {
         Some(count) => count * case.clients as u64,

@@ -9,11 +9,11 @@ const TICKS: f64 = 100.0;
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(crate) struct Usage {
     pub(crate) cpu_seconds: f64,
-    /// Resident bytes that are its own: neither files nor shared memory, so without the pool.
+    /// Resident bytes of its own, without files and shared memory, so without the pool.
     pub(crate) anonymous_bytes: u64,
 }
 
-/// Returns the resources that process `pid` has used; `None` when it cannot be seen.
+/// Returns the resources that process `pid` has used; `None` if this user cannot see the process.
 pub(crate) fn usage(pid: u32) -> Option<Usage> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;

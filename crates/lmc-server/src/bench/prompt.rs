@@ -3,7 +3,7 @@
 //! The bytes of a chunk are derived from all tokens up to its end and from the worker's rank, so
 //! a chunk of another prompt, another position or another worker is detected.
 
-/// A prompt and what its chunks are made of.
+/// A prompt, and the seeds of its chunks' bytes.
 #[derive(Debug, Clone)]
 pub(crate) struct Prompt {
     pub(crate) tokens: Vec<u32>,
@@ -23,7 +23,7 @@ pub(crate) struct PromptShape {
 const VOCABULARY: u64 = 128_000;
 
 impl Prompt {
-    /// Prompt number `number`; different numbers differ from the first token that is not shared.
+    /// Returns prompt number `number`; different prompts differ from the first token that is not shared.
     pub(crate) fn new(shape: PromptShape, number: u64) -> Self {
         let mut shared = Random::new(shape.seed);
         let mut own = Random::new(shape.seed ^ mix(number + 1));
@@ -38,7 +38,7 @@ impl Prompt {
         Self::of(tokens.collect(), shape.chunk_tokens)
     }
 
-    /// The prompt of these tokens.
+    /// Returns the prompt of these tokens.
     pub(crate) fn of(tokens: Vec<u32>, chunk_tokens: usize) -> Self {
         let mut state = 0;
         let seeds = tokens
@@ -88,24 +88,24 @@ impl Random {
         mix(self.0)
     }
 
-    /// A token.
+    /// Returns a random token.
     pub(crate) fn token(&mut self) -> u32 {
         (self.next() % VOCABULARY) as u32
     }
 
-    /// A number of 0 to 1, 1 left out.
+    /// Returns a random number from 0 up to, but not including, 1.
     pub(crate) fn share(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1_u64 << 53) as f64
     }
 }
 
-/// Seed of a piece of memory: whose chunk, which worker, which part of the chunk.
+/// Returns the seed of a piece of memory from its chunk, its worker and its part of the chunk.
 pub(crate) fn piece_seed(chunk_seed: u64, rank: u32, part: u64) -> u64 {
     mix(chunk_seed ^ mix(u64::from(rank) << 32 | part))
 }
 
-/// Word number `index` of a piece. An odd step between words makes a shift visible, and the
-/// compiler turns the loop into vector instructions.
+/// Returns word number `index` of a piece. The odd step between words makes a shift visible, and lets the
+/// compiler use vector instructions.
 fn word(seed: u64, index: u64) -> [u8; 8] {
     let value = seed.wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
     (value ^ (value >> 29)).to_le_bytes()
@@ -124,7 +124,7 @@ pub(crate) fn fill(seed: u64, bytes: &mut [u8]) {
     rest.copy_from_slice(&last[..rest.len()]);
 }
 
-/// Returns how many bytes of a piece are wrong.
+/// Returns the number of wrong bytes of a piece.
 pub(crate) fn wrong_bytes(seed: u64, bytes: &[u8]) -> u64 {
     let words = bytes.chunks(8).zip(0_u64..);
     words
@@ -151,7 +151,7 @@ mod tests {
     };
 
     #[test]
-    fn prompts_share_what_they_are_to_share_and_nothing_else() {
+    fn prompts_share_only_the_shared_tokens() {
         let (one, two) = (Prompt::new(SHAPE, 0), Prompt::new(SHAPE, 1));
         assert_eq!(one.tokens[..40], two.tokens[..40]);
         assert_ne!(one.tokens[40], two.tokens[40]);

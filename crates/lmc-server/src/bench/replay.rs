@@ -1,4 +1,4 @@
-//! `lmc replay`: the requests of a trace, played against a server as engines would.
+//! `lmc replay`: plays the requests of a trace against a server, as engines would send them.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -38,10 +38,10 @@ fn help() -> String {
          lmc replay conversation_trace.jsonl                       as fast as the server answers\n  \
          lmc replay conversation_trace.jsonl --speed 1             at the times of the trace\n  \
          lmc replay conversation_trace.jsonl --layers 36 --hidden 1024 --clients 16\n\n\
-         Each request is looked up, what is found is retrieved, and the rest is stored, with real bytes\n\
-         of which each is checked. Nothing is computed. The server must be empty, and is cleared afterwards,\n\
-         unless --force is given. `lmc sim` says in seconds what other sizes and policies would find.\n\
-         The exit code is 1 when a byte is wrong or a request fails.\n\n{}",
+         Each request is looked up, the chunks found are retrieved, and the others are stored, with real\n\
+         bytes, each of which is checked. Nothing is computed. Unless --force is given, the server must be\n\
+         empty, and is cleared afterwards. `lmc sim` computes in seconds what other sizes and policies would\n\
+         find. The exit code is 1 if a byte is wrong or a request fails.\n\n{}",
         trace::FORMAT
     )
 }
@@ -49,22 +49,22 @@ fn help() -> String {
 // A doc comment here would become the text of the command.
 #[derive(Debug, Args)]
 struct Arguments {
-    /// The trace.
+    /// The trace file.
     #[arg(value_name = "TRACE")]
     trace: PathBuf,
     #[command(flatten)]
     engine: EngineArgs,
     /// Speed of the trace's clock: 1 plays at the times of the trace, 10 ten times as fast. By default each
-    /// client begins its next request at once.
+    /// client starts its next request at once.
     #[arg(long, value_name = "FACTOR")]
     speed: Option<f64>,
-    /// Requests that are under way at once.
+    /// Requests that are under way at the same time.
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
     clients: u16,
-    /// Number of requests to play, from the first on; by default all.
+    /// Number of requests to play, from the start of the trace; by default all.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     requests: Option<u64>,
-    /// Tokens of a block of the trace; by default they follow from its prompts.
+    /// Tokens of a block of the trace; by default derived from its prompts.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     block_tokens: Option<u64>,
     /// Print JSON.
@@ -72,7 +72,7 @@ struct Arguments {
     json: bool,
 }
 
-/// Measurements of the requests of one client, or of all.
+/// Measurements of the requests of one client, or of all clients.
 #[derive(Debug, Default)]
 struct Tally {
     counts: Counts,
@@ -91,9 +91,9 @@ struct Counts {
     retrieved_bytes: u64,
     stored_bytes: u64,
     wrong_bytes: u64,
-    /// Retrieves of chunks that were found and had gone.
+    /// Retrieves whose chunks were found and then gone.
     lost: u64,
-    /// Longest time by which a request began later than the trace says.
+    /// Longest delay of a request after its time in the trace.
     late: Duration,
 }
 
@@ -137,7 +137,7 @@ impl Tally {
     }
 }
 
-/// Plays a trace; the exit code is 1 where a byte was wrong or a request failed.
+/// Plays a trace; the exit code is 1 if a byte was wrong or a request failed.
 pub(crate) fn run(matches: &ArgMatches) -> Result<ExitCode> {
     let arguments = &Arguments::from_arg_matches(matches)?;
     ensure!(
@@ -172,7 +172,7 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<ExitCode> {
         eprintln!("lmc replay: {error}");
     }
     if tally.counts.wrong_bytes > 0 {
-        eprintln!("lmc replay: the server gave back bytes that were not stored");
+        eprintln!("lmc replay: the server returned wrong bytes");
     }
     let report = Report::of(&plan, tally, took);
     match arguments.json {
@@ -208,7 +208,7 @@ fn play(plan: &Arc<Plan>, arguments: &Arguments, trace: &Trace) -> Result<Tally>
                             failed.store(true, Ordering::Relaxed);
                             tally
                                 .errors
-                                .push("--speed: a time of the trace never comes".to_owned());
+                                .push("--speed: a time of the trace is too far in the future; use a larger factor".to_owned());
                             break;
                         };
                         thread::sleep(due.saturating_duration_since(Instant::now()));
@@ -225,7 +225,7 @@ fn play(plan: &Arc<Plan>, arguments: &Arguments, trace: &Trace) -> Result<Tally>
                     bar.inc(1);
                 }
                 if let Err(error) = engine.stop() {
-                    tally.errors.push(format!("at the end: {error:#}"));
+                    tally.errors.push(format!("unregistering failed: {error:#}"));
                 }
                 tally
             };
@@ -245,7 +245,7 @@ fn play(plan: &Arc<Plan>, arguments: &Arguments, trace: &Trace) -> Result<Tally>
     total
 }
 
-/// Returns a prompt of which each block has tokens that follow from its id.
+/// Returns the prompt of a request; the tokens of each block are derived from its id.
 fn prompt(request: &TraceRequest, block_tokens: usize, chunk_tokens: usize) -> Prompt {
     let blocks = request.blocks.iter();
     let tokens = blocks.flat_map(|&id| {
@@ -300,7 +300,7 @@ impl Report {
         line(
             "played",
             format!(
-                "{} requests of {} tokens in {}, {} at once",
+                "{} requests with {} tokens in {}, {} at the same time",
                 counts.requests,
                 counts.tokens,
                 duration(*took),
@@ -338,7 +338,7 @@ impl Report {
             line(
                 "lost",
                 format!(
-                    "{} retrieves: chunks went after they were found",
+                    "{} retrieves: chunks were gone after they had been found",
                     counts.lost
                 ),
             );
@@ -346,7 +346,7 @@ impl Report {
         if arguments.speed.is_some() && late > 0.01 {
             line(
                 "late",
-                format!("a request began {} after its time", duration(late)),
+                format!("requests began up to {} after their time", duration(late)),
             );
         }
         line("wrong", format!("{} bytes", counts.wrong_bytes));
@@ -382,7 +382,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn prompts_have_in_common_what_their_ids_say() {
+    fn prompts_with_equal_ids_have_equal_tokens() {
         let of = |blocks: &[u64], tokens| {
             let request = TraceRequest {
                 at: Duration::ZERO,

@@ -21,7 +21,7 @@ pub(crate) struct Row {
     pub(crate) control: Summary,
     pub(crate) bytes: u64,
     pub(crate) gb_per_s: f64,
-    /// Costs of the whole run, the same in all rows of it.
+    /// Costs of the whole run, the same in all its rows.
     pub(crate) run: RunCosts,
 }
 
@@ -36,7 +36,7 @@ pub(crate) struct RunCosts {
     pub(crate) moved_bytes: u64,
     /// Cores that the generator kept busy.
     pub(crate) generator_cores: f64,
-    /// CPU seconds of the server while the clock ran; none when its process is not known.
+    /// CPU seconds of the server while the clock ran; `None` if its process is not known.
     pub(crate) server_cpu_seconds: Option<f64>,
     /// Growth of the server's own memory since before the run's first store.
     pub(crate) server_growth_bytes: Option<i64>,
@@ -69,7 +69,7 @@ impl Row {
     }
 }
 
-/// The rows of one run, those without operations left out.
+/// Returns the rows of one run, without rows that have no operations.
 pub(crate) fn rows(case: Case<'_>, tally: Tally, seconds: f64, shots: &Snapshots) -> Vec<Row> {
     let Counts {
         misses,
@@ -127,7 +127,7 @@ pub(crate) fn rows(case: Case<'_>, tally: Tally, seconds: f64, shots: &Snapshots
     rows
 }
 
-/// Prints rows for people.
+/// Formats rows as a table.
 pub(crate) fn table(args: &BenchArgs, chunk_tokens: usize, rows: &[Row]) -> String {
     let mut text = format!(
         "{:<12} {:<8} {:>7} {:>7} {:>8} {:>9} {:>9} {:>9} {:>9} {:>9} {:>7} {:>6} {:>8}\n",
@@ -187,11 +187,11 @@ pub(crate) fn table(args: &BenchArgs, chunk_tokens: usize, rows: &[Row]) -> Stri
     {
         let _ = writeln!(
             text,
-            "Memory of the server per chunk: {growth:.0} bytes besides the data ({} chunks stored).",
+            "Memory of the server per chunk: {growth:.0} bytes in addition to the data ({} chunks stored).",
             run.stored_chunks
         );
     }
-    // All rows of one run carry the same counts, so the largest of each is enough to see one.
+    // All rows of one run have the same counts, so only the largest of each is shown.
     let most = |count: fn(&RunCosts) -> u64| runs().map(|run| count(&run)).max().unwrap_or(0);
     let _ = writeln!(
         text,
@@ -214,7 +214,7 @@ fn seconds(value: f64) -> String {
     }
 }
 
-/// Prints rows as JSON, in seconds and bytes.
+/// Formats rows as JSON, in seconds and bytes.
 pub(crate) fn json(
     args: &BenchArgs,
     chunk_tokens: usize,
@@ -269,7 +269,7 @@ pub(crate) fn json(
     })
 }
 
-/// Prints rows as comma-separated values, for spreadsheets.
+/// Formats rows as comma-separated values, for spreadsheets.
 pub(crate) fn csv(rows: &[Row]) -> String {
     let mut text =
         "workload,operation,tokens,clients,seconds,ops,ops_per_s,p50_s,p90_s,p99_s,max_s,\
@@ -312,7 +312,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn costs_are_shared_out_over_bytes_and_chunks() {
+    fn costs_are_divided_by_bytes_and_chunks() {
         let run = RunCosts {
             moved_bytes: 4_000_000_000,
             stored_chunks: 1000,

@@ -1,4 +1,4 @@
-//! Exact samples and what is read off them.
+//! Exact samples, and percentiles of them.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ impl Samples {
         self.0.append(&mut other.0);
     }
 
-    /// Percentiles are samples (nearest rank), not values between two of them.
+    /// Returns the summary. Percentiles are samples (nearest rank), not interpolated values.
     pub(crate) fn summary(mut self) -> Summary {
         self.0.sort_unstable();
         let Some(&max) = self.0.last() else {

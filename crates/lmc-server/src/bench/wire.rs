@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use anyhow::{Result, bail};
 use lmc_vllm_adapter::{Client, ClientError, Operation, Reply, Request, encode_request_frames};
 
-/// A request as it travels, which can be sent again and again.
+/// An encoded request, which can be sent repeatedly.
 #[derive(Debug, Clone)]
 pub(crate) struct Encoded {
     uid: u64,
@@ -41,8 +41,8 @@ impl Encoded {
         self.receive(client)
     }
 
-    /// The answer to a lookup, where it is there: LMCache's server answers nil as long as it
-    /// is not.
+    /// Receives the answer to a lookup; `None` if it is not ready yet, for which LMCache's server answers
+    /// nil.
     pub(crate) fn receive_hits(&self, client: &mut Client) -> Result<Option<u64>> {
         match client.receive(self.uid, self.operation) {
             Ok(Reply::Int(chunks)) => Ok(Some(chunks)),

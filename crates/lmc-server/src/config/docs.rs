@@ -1,5 +1,5 @@
-//! The tables of docs/configuration.md, compared with the settings. The text around them is
-//! written there.
+//! The tables of docs/configuration.md, compared with the settings. The page itself holds the text
+//! around the tables.
 
 use std::fmt::Write;
 
@@ -70,7 +70,7 @@ fn with_table(page: &str, name: &str, table: &str) -> String {
     format!("{before}{begin}{table}{end}{after}")
 }
 
-/// Run with `LMC_WRITE_DOCS=1` to write the tables.
+/// Writes the tables when it runs with `LMC_WRITE_DOCS=1`.
 #[test]
 fn the_documentation_lists_every_setting() {
     let page = std::fs::read_to_string(PAGE).expect("the page exists");

@@ -5,11 +5,11 @@
 pub enum Verdict {
     /// The flag changes nothing that matters here: warn, and continue.
     Ignore,
-    /// Going on would do something else than was asked for: stop.
+    /// The server would do something else than the flag asks for: stop.
     Refuse,
 }
 
-/// One flag that LMCache has and lmc has not.
+/// One flag that LMCache has and lmc does not have.
 #[derive(Debug)]
 pub struct Foreign {
     /// Name of the flag, without the leading dashes.
@@ -46,7 +46,7 @@ flags! {
         "enable-dedup-content" ["no"], "enable-blend-reorder" ["no"]:
         "lmc caches prefixes only; there is no CacheBlend.";
     Ignore "separate-object-groups":
-        "lmc keeps every object group apart by itself; the flag is not needed.";
+        "lmc always keeps object groups apart; the flag is not needed.";
     Refuse "runtime-plugin-locations", "runtime-plugin-config" ["{}"], "server-module",
         "script-allowed-imports":
         "lmc loads no code at run time; run the plugin as a process of its own.";
@@ -58,23 +58,23 @@ flags! {
         "lmc has peers with flags of their own; use --p2p-locate-timeout and --p2p-pending-timeout.";
     Refuse "l1-manager": "lmc has one pool, in memory; size it with --l1-size-gb.";
     Ignore "l1-use-lazy", "l1-init-size-gb":
-        "lmc maps the whole pool at start and touches its pages in the background; use --prefault=false to leave even that to the first use.";
+        "lmc maps the whole pool at start and touches its pages in the background; with --prefault=false a page is touched at its first use.";
     Refuse "l1-devdax-path":
-        "lmc keeps its pool in memory; use --l1-use-hugepages or --numa-node to bind it.";
+        "lmc keeps its pool in memory; use --l1-use-hugepages, and --numa-node to bind it.";
     Refuse "gds-l1-path": "lmc keeps its pool in memory; it has no GPUDirect Storage tier.";
     Ignore "gds-l1-use-direct-io", "gds-l1-backend": "lmc has no GPUDirect Storage tier.";
     Refuse "l2-adapter":
-        "name folders on drives with --disk and --disk-size; lmc takes no adapter by JSON.";
+        "name folders on drives with --disk and --disk-size; lmc takes no adapters in JSON.";
     Ignore "l2-store-policy", "l2-prefetch-policy", "l2-prefetch-max-in-flight":
-        "name folders on drives with --disk and --disk-size; lmc takes no adapter by JSON.";
+        "name folders on drives with --disk and --disk-size; lmc takes no adapters in JSON.";
     Ignore "periodic-notifier-interval-ms": "lmc wakes on events; there is no interval to set.";
     Ignore "disable-observability", "disable-metrics", "disable-prometheus":
         "counters cost nothing measurable here; do not scrape /metrics if you do not want them.";
     Ignore "disable-grpc-metrics": "there is no gRPC here.";
     Ignore "disable-logging": "use --log-level error.";
-    Ignore "enable-tracing" ["no"]: "lmc sends spans wherever --otlp-endpoint names a collector.";
+    Ignore "enable-tracing" ["no"]: "lmc sends spans if --otlp-endpoint names a collector.";
     Refuse "trace-level", "trace-output":
-        "lmc records no calls of storage; use --request-log all, or --otlp-endpoint.";
+        "lmc does not record storage calls; use --request-log all, or --otlp-endpoint.";
     Ignore "event-bus-queue-size":
         "lmc has no event bus; --kv-event-log-size bounds the KV event stream.";
     Ignore "prometheus-port":
@@ -110,11 +110,11 @@ impl Foreign {
         (!asks_for_nothing).then_some(self.verdict)
     }
 
-    /// The message for people.
+    /// Returns the message for the operator.
     pub fn message(&self) -> String {
         let what = match self.verdict {
-            Verdict::Ignore => "is LMCache's and was ignored",
-            Verdict::Refuse => "is LMCache's and is not supported",
+            Verdict::Ignore => "is a flag of LMCache's server and was ignored",
+            Verdict::Refuse => "is a flag of LMCache's server and is not supported",
         };
         format!("--{} {what}: {}", self.name, self.advice)
     }

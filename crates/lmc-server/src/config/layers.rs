@@ -47,7 +47,7 @@ impl fmt::Display for Source {
     }
 }
 
-/// A setting's value as it won, before parsing, and where it came from.
+/// The value of a setting from the layer that wins, before parsing, and its origin.
 #[derive(Debug, Clone)]
 pub struct Entry {
     /// The setting.
@@ -101,8 +101,8 @@ pub(crate) struct Layers {
 }
 
 impl Layers {
-    /// Takes what the command line and the environment say about `settings`. `flags` holds names without their
-    /// dashes; of `variables` only those that begin with `LMC_` are read.
+    /// Takes the values of `settings` from the command line and the environment. `flags` holds names without
+    /// their dashes; only variables that begin with `LMC_` are read.
     pub(crate) fn new(
         settings: &'static [Info],
         flags: impl IntoIterator<Item = (String, Raw)>,
@@ -144,8 +144,8 @@ impl Layers {
         layers
     }
 
-    /// Reads the file at `path` as the layer above the defaults. What is wrong with it is
-    /// remembered and comes out of [`Layers::finish`].
+    /// Reads the file at `path` as the layer above the defaults. [`Layers::finish`] returns the problems
+    /// of the file.
     pub(crate) fn read_file(&mut self, path: &Path) {
         match std::fs::read_to_string(path) {
             Ok(text) => self.parse_file(path, &text),
@@ -187,7 +187,7 @@ impl Layers {
                 if table.insert(key.clone(), value).is_some() {
                     self.problems.push(Problem {
                         subject: format!("{file}: {key}"),
-                        text: "expected it in the table of its tier only".to_owned(),
+                        text: "is also set in the table of its tier: set it in one of the two only".to_owned(),
                     });
                 }
             }
@@ -218,8 +218,8 @@ impl Layers {
         }
     }
 
-    /// The value of a setting from the layer that wins. A value that cannot be parsed becomes a
-    /// problem, and the default stands in, so that all problems are found at once.
+    /// Returns the value of a setting from the layer that wins. For a value that cannot be parsed it
+    /// records a problem and returns the default, so that all problems are found at once.
     pub(crate) fn take<T>(
         &mut self,
         info: &'static Info,
@@ -243,13 +243,13 @@ impl Layers {
         &self.tables
     }
 
-    /// The layers of each store after the first: its table, over the defaults.
+    /// Takes the layers of each store after the first: its table, over the defaults.
     pub(crate) fn take_stores(&mut self) -> Vec<Self> {
         std::mem::take(&mut self.stores)
     }
 
-    /// Takes the settings of a store after the first that were not left to their defaults, and its
-    /// problems.
+    /// Takes over the problems of a store after the first. Returns its settings, except those with
+    /// default values.
     pub(crate) fn finish_store(&mut self, store: Self) -> Vec<Entry> {
         self.problems.extend(store.problems);
         let mut entries = store.entries;
@@ -257,7 +257,7 @@ impl Layers {
         entries
     }
 
-    /// Notes that settings do not fit together.
+    /// Records that a setting does not fit the others.
     pub(crate) fn refuse(&mut self, name: &str, text: impl Into<String>) {
         let entry = self.entries.iter().find(|entry| entry.info.name == name);
         self.problems.push(Problem {
@@ -266,12 +266,12 @@ impl Layers {
         });
     }
 
-    /// Takes what the log should say of the environment.
+    /// Takes the notes about the environment, for the log.
     pub(crate) fn take_notes(&mut self) -> Vec<String> {
         std::mem::take(&mut self.notes)
     }
 
-    /// The settings as they were taken, with warnings, or everything that is wrong.
+    /// Returns the settings that were taken, and the warnings.
     ///
     /// # Errors
     /// [`ConfigError`] with one entry per problem.
@@ -306,7 +306,7 @@ fn default_of(info: &Info) -> Raw {
     Raw::Text(info.default.to_owned())
 }
 
-/// Names a setting and its origin, with the value that it has there unless that may hold a secret.
+/// Names a setting and its origin, with its value unless the value may hold a secret.
 fn subject_of(entry: &Entry) -> String {
     let Entry { info, source, .. } = entry;
     if info.secret().is_some() {
@@ -326,14 +326,21 @@ fn subject_of(entry: &Entry) -> String {
     }
 }
 
-/// Says what is wrong with a file, and where. The line itself is not repeated: it may hold a secret.
+/// Describes the error of a file with its line number. The line itself may hold a secret and is not repeated.
 fn not_toml(text: &str, error: &toml::de::Error) -> String {
     let before = error.span().and_then(|span| text.get(..span.start));
     let line = before.map_or(1, |before| before.matches('\n').count() + 1);
     format!("not valid TOML in line {line}: {}", error.message())
 }
 
-/// A TOML value in the text form that flags and variables have.
+/// Returns the type of a TOML value, with its article.
+pub(super) fn kind_of(value: &toml::Value) -> String {
+    let kind = value.type_str();
+    let article = if kind.starts_with(['a', 'i']) { "an" } else { "a" };
+    format!("{article} {kind}")
+}
+
+/// Returns a TOML value in the text form that flags and variables have.
 fn raw_of(value: &toml::Value, shape: Shape) -> Result<Raw, String> {
     let scalar = |value: &toml::Value| match value {
         toml::Value::String(text) => Ok(text.clone()),
@@ -341,8 +348,8 @@ fn raw_of(value: &toml::Value, shape: Shape) -> Result<Raw, String> {
         toml::Value::Float(number) => Ok(number.to_string()),
         toml::Value::Boolean(flag) => Ok(flag.to_string()),
         other => Err(format!(
-            "expected a string, number or boolean, found a {}",
-            other.type_str()
+            "expected a string, number or boolean, found {}",
+            kind_of(other)
         )),
     };
     match (value, shape) {

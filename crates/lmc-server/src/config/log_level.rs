@@ -1,11 +1,11 @@
-//! The setting of what is logged. `tracing`'s filters take any word for the name of a module, so
-//! that a mistyped level would mean "nothing at all"; here each word must be known.
+//! The setting `--log-level`. `tracing`'s filters take any word as the name of a module, so with a
+//! mistyped level nothing would be logged. Here each word must be known.
 
 use super::setting::Raw;
 use super::suggest::nearest;
 
 const LEVELS: [&str; 6] = ["off", "error", "warn", "info", "debug", "trace"];
-/// Crates that log: ours, all of them as `lmc`, and those we use that do.
+/// Crates that log: our crates, `lmc` for all of them, and dependencies.
 const CRATES: [&str; 15] = [
     "lmc",
     "lmc_server",
@@ -28,7 +28,7 @@ pub(crate) fn parse(raw: &Raw) -> Result<String, String> {
     check_level(raw.text()?)
 }
 
-/// As [`parse`], of a flag of another command.
+/// Checks the value of a flag of another command, as [`parse`] does.
 pub(crate) fn check_level(text: &str) -> Result<String, String> {
     if text.is_empty() {
         return Err(expected("", &LEVELS));
@@ -38,8 +38,8 @@ pub(crate) fn check_level(text: &str) -> Result<String, String> {
     Ok(text.to_owned())
 }
 
-/// The filter for `tracing` of a setting that was checked. Modules that it does not name log at
-/// `info`, unless it has a level for them.
+/// Returns the filter for `tracing` of a checked setting. If the setting has no level for all modules,
+/// modules that it does not name log at `info`.
 pub fn filter_of(setting: &str) -> String {
     let mut parts: Vec<&str> = setting.split(',').map(str::trim).collect();
     if !parts.iter().any(|part| is_level(part)) {
@@ -77,7 +77,7 @@ fn check_module(module: &str, known: &[&str]) -> Result<(), String> {
 fn expected(found: &str, known: &[&str]) -> String {
     let levels = LEVELS.join(", ");
     let expected = format!(
-        "expected one of {levels}, or a level and those of single modules, such as \
+        "expected one of {levels}, or a level and levels of single modules, such as \
          info,lmc_engine=debug"
     );
     match nearest(found, known.iter().copied()) {

@@ -1,4 +1,4 @@
-//! Parsers of the settings' values. Each error text completes "VALUE: …" and says what was expected.
+//! Parsers of the settings' values. Each error text continues "VALUE: …" and says what was expected.
 
 use std::fmt::{self, Display, Formatter};
 use std::path::PathBuf;
@@ -64,7 +64,7 @@ pub enum PeerTransport {
     Auto,
     /// Sockets only.
     Sockets,
-    /// NIXL, which must be there; sockets to peers without it.
+    /// NIXL, whose library must be installed; sockets to peers without it.
     Nixl,
 }
 
@@ -125,7 +125,7 @@ pub(crate) const LOG_FORMATS: &Names<LogFormat> = &[
 ];
 
 impl TransferMode {
-    /// The name as it is written in a configuration.
+    /// Returns the name as it is written in a configuration.
     pub fn name(self) -> &'static str {
         name_of(TRANSFER_MODES, self)
     }
@@ -192,9 +192,9 @@ pub(crate) fn eviction_policy(raw: &Raw) -> Result<PolicyKind, String> {
     choice(raw, POLICIES)
 }
 
-/// Path of a Unix socket; `none` is none.
+/// Parses the path of a Unix socket; `none` means no socket.
 pub(crate) fn ipc_path(raw: &Raw) -> Result<Option<PathBuf>, String> {
-    // `sun_path` with its end, and the suffix under which the socket is made.
+    // The size of `sun_path`, less its final NUL and the suffix under which the socket is created.
     const LONGEST: usize = 96;
     let text = raw.text()?;
     let path = text.strip_prefix("ipc://").unwrap_or(text);
@@ -202,7 +202,7 @@ pub(crate) fn ipc_path(raw: &Raw) -> Result<Option<PathBuf>, String> {
         "none" => Ok(None),
         path if !path.starts_with('/') => Err("expected an absolute path, or none".to_owned()),
         path if path.len() > LONGEST => Err(format!(
-            "expected at most {LONGEST} bytes, found {}: the system allows no longer path",
+            "expected at most {LONGEST} bytes, found {}: the system allows no longer path for a socket",
             path.len()
         )),
         path => Ok(Some(path.into())),
@@ -230,7 +230,7 @@ pub(crate) fn folders(raw: &Raw) -> Result<Vec<PathBuf>, String> {
 pub enum StateDir {
     /// The first of the usual folders that can be written.
     Auto,
-    /// Nowhere.
+    /// No folder.
     None,
     /// The named folder.
     Path(PathBuf),
@@ -515,11 +515,11 @@ pub(crate) fn listen_at(raw: &Raw) -> Result<Option<HostPort>, String> {
     }
 }
 
-/// Returns an address that others connect to.
+/// Parses an address that other processes connect to.
 pub(crate) fn reached_at(raw: &Raw) -> Result<Option<HostPort>, String> {
     match listen_at(raw)? {
         Some(at) if at.port == 0 || is_wildcard(&at.host) => Err(
-            "expected an address and a port that peers can connect to; port 0 and a wildcard are none".to_owned(),
+            "expected an address and a port that peers can connect to, not port 0 or a wildcard".to_owned(),
         ),
         at => Ok(at),
     }
@@ -537,7 +537,7 @@ pub(crate) fn peers(raw: &Raw) -> Result<Vec<HostPort>, String> {
     text.split(',').map(peer).collect()
 }
 
-/// Returns names of network devices, one text as UCX takes it.
+/// Parses names of network devices and returns them as one text, in UCX's form.
 pub(crate) fn interfaces(raw: &Raw) -> Result<Option<String>, String> {
     let text = raw.text()?;
     if text.eq_ignore_ascii_case("all") {
@@ -571,7 +571,7 @@ pub(crate) fn directories(raw: &Raw) -> Result<Vec<HostPort>, String> {
     text.split(',').map(directory).collect()
 }
 
-/// A proxy that learns what became of the chunks of requests.
+/// A proxy that is notified of each request: its chunks are stored, or it failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NoticeTarget {
     /// Takes each notice as a POST to this URL.
@@ -625,7 +625,7 @@ pub(crate) fn collector(raw: &Raw) -> Result<Option<Uri>, String> {
     let url = url.ok_or(expected)?;
     if url.port_u16() == Some(GRPC_PORT) {
         return Err(
-            "port 4317 is that of OTLP over gRPC; lmc speaks OTLP over HTTP, which collectors take at \
+            "port 4317 is for OTLP over gRPC; lmc speaks OTLP over HTTP, for which collectors listen at \
              port 4318"
                 .to_owned(),
         );
@@ -746,7 +746,7 @@ pub(crate) fn positive_duration(raw: &Raw) -> Result<Duration, String> {
 
 pub(crate) fn slot_grace(raw: &Raw) -> Result<Duration, String> {
     let grace = duration(raw)?;
-    // A stock worker waits so long for an answer before it gives a transfer up.
+    // A stock worker waits this long for an answer before it abandons a transfer.
     if grace < Duration::from_secs(10) {
         return Err("expected at least 10 seconds, the timeout of an engine's copies".to_owned());
     }
@@ -755,7 +755,7 @@ pub(crate) fn slot_grace(raw: &Raw) -> Result<Duration, String> {
 
 pub(crate) fn reap_timeout(raw: &Raw) -> Result<Duration, String> {
     let timeout = duration(raw)?;
-    // Engines ping every 10 s; less than three of those would reap live workers.
+    // Engines ping every 10 s; less than three pings would reap live workers.
     if timeout != Duration::ZERO && timeout < Duration::from_secs(30) {
         return Err(
             "expected 0 (never) or at least 30 seconds, three of the engine's heartbeats"
@@ -765,7 +765,7 @@ pub(crate) fn reap_timeout(raw: &Raw) -> Result<Duration, String> {
     Ok(timeout)
 }
 
-/// Salts separated by commas; `all` is none.
+/// Parses salts separated by commas; `all` returns `None`.
 pub(crate) fn salts(raw: &Raw) -> Result<Option<Vec<Salt>>, String> {
     let text = raw.text()?;
     if text == "all" {
@@ -774,7 +774,7 @@ pub(crate) fn salts(raw: &Raw) -> Result<Option<Vec<Salt>>, String> {
     let salt = |(index, text): (usize, &str)| {
         salt_of(text.trim()).ok_or_else(|| {
             let number = index + 1;
-            format!("expected salts separated by commas, or all; number {number} is none")
+            format!("expected salts separated by commas, or all; number {number} is not a salt")
         })
     };
     let salts = text.split(',').enumerate().map(salt);

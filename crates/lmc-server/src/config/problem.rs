@@ -7,7 +7,7 @@ use super::secret::mask_passwords;
 /// One thing that is wrong with the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
-    /// Setting or file that it is about: `--port 70000`, `LMC_PORT=x`, `lmc.toml: port = 70000`.
+    /// Setting or file that has the problem: `--port 70000`, `LMC_PORT=x`, `lmc.toml: port = 70000`.
     pub subject: String,
     /// Expectation, and the remedy.
     pub text: String,
@@ -15,13 +15,13 @@ pub struct Problem {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Also a URL in a setting that is not for one.
+        // Masks also a URL in a setting that takes no URL.
         let text = format!("{}: {}", self.subject, self.text);
         f.write_str(&mask_passwords(&text))
     }
 }
 
-/// Everything that is wrong with a configuration, found in one go.
+/// All problems of a configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigError {
     /// The problems, in the order in which settings are listed.

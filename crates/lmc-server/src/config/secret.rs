@@ -5,9 +5,9 @@ const MASK: &str = "***";
 
 /// Returns a text with the password of each URL in it masked: `redis://user:***@host`.
 ///
-/// A password ends at the last `@` before the end of the URL's authority, so that one that holds
-/// an `@` is masked as a whole. The login of a Redis may hold anything here, also where such a URL
-/// is refused: the error shows it.
+/// A password ends at the last `@` before the end of the URL's authority, so that a password with an
+/// `@` is masked as a whole. The login in a Redis URL may hold any character: such a URL is refused
+/// elsewhere, but the error repeats it.
 pub(crate) fn mask_passwords(text: &str) -> String {
     let mut masked = String::with_capacity(text.len());
     let mut rest = text;
@@ -17,7 +17,7 @@ pub(crate) fn mask_passwords(text: &str) -> String {
         let start = scheme_start(rest, at);
         let is_redis = rest[start..at].starts_with("redis");
         let is_end = |c: char| c.is_whitespace() || matches!(c, '"' | '\'' | ',' | '/' | '?' | '#');
-        // A password may hold what ends an authority: then it ends at the URL's last `@`.
+        // A password may hold characters that end an authority; it then ends at the URL's last `@`.
         let end_of_url = match is_redis {
             true => end_of_redis(url, rest[..start].chars().next_back()),
             false => url
@@ -57,7 +57,7 @@ pub(crate) fn mask_password_of(url: &str) -> String {
     masked
 }
 
-/// Returns an error about a command line, in which it repeats parts of that, with passwords masked.
+/// Returns an error about a command line with passwords masked: the error repeats parts of the line.
 pub(crate) fn mask_arguments<'a>(error: &str, args: impl Iterator<Item = &'a str>) -> String {
     let mut masked = error.to_owned();
     for arg in args {
@@ -82,8 +82,8 @@ fn scheme_start(text: &str, end: usize) -> usize {
     text[..end].trim_end_matches(is_scheme).len()
 }
 
-/// Returns the end of what may belong to the URL of a Redis: the quote that closes it, the next
-/// URL, or the end of the text.
+/// Returns the end of the text that may belong to a Redis URL: the closing quote, the next URL, or
+/// the end of the whole text.
 fn end_of_redis(url: &str, before: Option<char>) -> usize {
     let closing = before.filter(|&c| is_quote(c));
     let mut escaped = false;

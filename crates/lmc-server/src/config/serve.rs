@@ -11,27 +11,27 @@ use super::settings::{
 };
 use super::tiers::{self, Kind};
 
-/// Least bytes of a drive: a smaller one holds few chunks of any model.
+/// Smallest size of a drive in bytes: a smaller drive holds few chunks of any model.
 pub(crate) const LEAST_DRIVE: u64 = 64 << 20;
 
-/// A configuration, with what is needed to explain it.
+/// A configuration, with the origin of each setting.
 #[derive(Debug, Clone)]
 pub struct Loaded {
     /// The values.
     pub config: ServeConfig,
-    /// Each setting as it was written, and by whom.
+    /// Each setting as it was written, with its origin.
     pub entries: Vec<Entry>,
-    /// Settings of each further store, without those that are left to their defaults.
+    /// Settings of each further store, except those with default values.
     pub further_remotes: Vec<Vec<Entry>>,
     /// Settings that were ignored, for the log.
     pub warnings: Vec<String>,
-    /// Variables that were ignored and ask for nothing, for the log.
+    /// Notes about ignored variables that need no action, for the log.
     pub notes: Vec<String>,
 }
 
 impl ServeConfig {
-    /// Loads the configuration. Flags win over `variables`, those over the file, that over the
-    /// defaults. The file is the one in `file`, or else the one that `LMC_CONFIG` names.
+    /// Loads the configuration. Flags win over `variables`, variables over the file, the file over the
+    /// defaults. The file is `file`, or else the file that `LMC_CONFIG` names.
     ///
     /// # Errors
     /// [`ConfigError`], with every problem that was found.
@@ -65,7 +65,7 @@ impl ServeConfig {
             if stores.iter().any(|other| other.url == remote.url) {
                 store.refuse(
                     "remote",
-                    "expected another store than those of the tables before it",
+                    "expected a store that no earlier table names",
                 );
             }
             stores.push(remote);
@@ -124,8 +124,8 @@ impl ServeConfig {
             layers.refuse(
                 "worker-registration-grace-seconds",
                 format!(
-                    "expected at least worker_reap_timeout_seconds ({}), or workers that warm up would be \
-                     forgotten before they can ping",
+                    "expected at least worker_reap_timeout_seconds ({}); otherwise workers that warm up \
+                     would be removed before they can ping",
                     super::size::human_duration(self.reap_timeout)
                 ),
             );
@@ -163,7 +163,7 @@ impl ServeConfig {
             layers.refuse(
                 "eviction-ratio",
                 format!(
-                    "expected less than eviction_trigger_watermark ({}), or nothing would stay",
+                    "expected less than eviction_trigger_watermark ({}); otherwise eviction would empty the pool",
                     self.eviction_watermark
                 ),
             );
@@ -193,7 +193,7 @@ impl ServeConfig {
         {
             layers.refuse(
                 "p2p-transport",
-                "expected --p2p-key with nixl: the memory is described only to peers that prove the key",
+                "nixl requires --p2p-key: the server describes its memory only to peers that prove that they have the key",
             );
         }
         if self.p2p_encrypt && peers.transport == PeerTransport::Nixl {
@@ -220,7 +220,7 @@ impl ServeConfig {
         if let (None, Some((flag, at, harm))) = (&self.p2p_key, open) {
             layers.refuse(
                 "p2p-key",
-                format!("expected a file with a key, because {flag} {at} is not a loopback address: without a key any host could {harm}; make one with: (umask 077; openssl rand -hex 32 > FILE)"),
+                format!("expected a file with a key, because {flag} {at} is not a loopback address: without a key any host could {harm}; create a key with: (umask 077; openssl rand -hex 32 > FILE)"),
             );
         }
     }
@@ -273,8 +273,8 @@ fn same_address(a: &str, b: &str) -> bool {
     a == b || is_wildcard(a) || is_wildcard(b)
 }
 
-/// The configuration as a TOML file that can be read back, each line with the origin of its
-/// value. `notes` explain values that are worked out at start, by setting name.
+/// Returns the configuration as a TOML file that can be read back, each line with the origin of its
+/// value. `notes` explain values that are determined at start, by setting name.
 pub fn print_config(loaded: &Loaded, notes: &[(&str, String)]) -> String {
     let mut out = String::from(
         "# lmc serve: the configuration in effect. Save it as a file and pass it with --config FILE.\n\
@@ -289,7 +289,7 @@ pub fn print_config(loaded: &Loaded, notes: &[(&str, String)]) -> String {
         let line = format!("{key} = {}", toml_value(&entry.shown(str::to_owned)));
         format!("{line:<44} # {}{note}\n", entry.source)
     };
-    // Several stores and another order than the usual one need tables; else flags are enough.
+    // Several stores, or an unusual order, need tables; otherwise flat keys are enough.
     let tiers = &loaded.config.tiers;
     let is_usual = tiers.is_sorted_by_key(TierSettings::kind) && loaded.further_remotes.is_empty();
     let tables = if is_usual { &[] } else { tiers.as_slice() };
@@ -353,7 +353,7 @@ fn toml_value(text: &str) -> String {
         && text
             .chars()
             .all(|c| c.is_ascii_digit() || c == '.' || c == '-');
-    // Leading zeros are decimal to us and an error to TOML.
+    // Our parser reads numbers with leading zeros as decimal; in TOML they are errors.
     if (bare || float)
         && !(text.len() > 1 && text.starts_with('0') && !text.starts_with("0."))
         && !text.starts_with('+')

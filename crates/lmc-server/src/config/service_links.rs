@@ -1,10 +1,10 @@
 //! Variables that Kubernetes sets in every pod for each Service of its namespace, in the form of
-//! Docker's links: a Service `lmc-http` gives `LMC_HTTP_PORT=tcp://10.0.0.1:8080` and others, some of
-//! which have the names of settings.
+//! Docker's links: a Service `lmc-http` gives `LMC_HTTP_PORT=tcp://10.0.0.1:8080` and other variables.
+//! Some of them have the names of settings.
 
 use std::collections::BTreeSet;
 
-/// Services whose variables begin with `LMC`, by those beginnings.
+/// Services whose variables begin with `LMC`, as the prefixes of their variables.
 #[derive(Debug)]
 pub(super) struct Services(BTreeSet<String>);
 
@@ -18,8 +18,8 @@ impl Services {
         Self(found.map(str::to_owned).collect())
     }
 
-    /// Returns true if Kubernetes has set this variable. The variable of a setting, which the pod may have
-    /// set itself, counts only where its value looks like a service link.
+    /// Returns true if Kubernetes has set this variable. The pod itself may set a variable with the name of a
+    /// setting, so such a variable counts only if its value looks like a service link.
     pub(super) fn wrote(&self, name: &str, value: &str) -> bool {
         let of_service = |start: &String| {
             let Some(rest) = name.strip_prefix(start.as_str()) else {
@@ -34,13 +34,13 @@ impl Services {
         self.0.iter().any(of_service)
     }
 
-    /// Returns the line that says that variables were ignored.
+    /// Returns the log line about the ignored variables.
     pub(super) fn note(&self) -> Option<String> {
         let names: Vec<String> = self.0.iter().map(|start| name_of(start)).collect();
         (!names.is_empty()).then(|| {
             format!(
-                "variables that Kubernetes sets for Services were ignored: {}; enableServiceLinks: \
-                 false in the pod keeps them out",
+                "variables that Kubernetes sets for Services were ignored: {}; set enableServiceLinks: \
+                 false in the pod to avoid them",
                 names.join(", ")
             )
         })
@@ -58,7 +58,7 @@ fn is_link(value: &str) -> bool {
         .any(|scheme| value.starts_with(scheme))
 }
 
-/// Returns true for `_PORT_5555_TCP` and what is derived from it.
+/// Returns true for `_PORT_5555_TCP` and the names derived from it.
 fn is_port(rest: &str) -> bool {
     let mut parts = rest.strip_prefix("_PORT_").unwrap_or_default().split('_');
     let is_number = parts.next().is_some_and(|port| port.parse::<u16>().is_ok());

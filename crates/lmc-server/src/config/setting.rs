@@ -34,7 +34,7 @@ pub enum Group {
 }
 
 impl Group {
-    /// The heading under which the group is printed.
+    /// Returns the heading under which the group is printed.
     pub fn heading(self) -> &'static str {
         match self {
             Self::Listening => "Listening",
@@ -54,8 +54,8 @@ impl Group {
     }
 }
 
-/// A value as it was written, before it is parsed. It may hold a secret, so no format shows it:
-/// [`Entry::shown`](super::Entry::shown) does.
+/// A value as it was written, before it is parsed. It may hold a secret, so `Debug` does not show it;
+/// [`Entry::shown`](super::Entry::shown) returns it without secrets.
 #[derive(Clone, PartialEq, Eq)]
 pub enum Raw {
     /// One value in its text form.
@@ -65,7 +65,7 @@ pub enum Raw {
 }
 
 impl Raw {
-    /// The single text, or what was expected instead of a table.
+    /// Returns the single text, or an error if the value is a table.
     pub(crate) fn text(&self) -> Result<&str, String> {
         match self {
             Self::Text(text) => Ok(text.trim()),
@@ -73,7 +73,7 @@ impl Raw {
         }
     }
 
-    /// Returns the pairs; `None` for a text with a part that is no pair.
+    /// Returns the pairs; `None` if a part of the text is not a pair.
     pub(crate) fn pairs(&self) -> Option<Vec<(String, String)>> {
         let text = match self {
             Self::Pairs(pairs) => return Some(pairs.clone()),
@@ -119,7 +119,7 @@ pub enum Shape {
 /// Everything about a setting except its type and its parser.
 #[derive(Debug)]
 pub struct Info {
-    /// The name as a flag, without its dashes in front.
+    /// Name of the flag, without the leading dashes.
     pub name: &'static str,
     /// Group that lists the setting.
     pub group: Group,
@@ -129,12 +129,12 @@ pub struct Info {
     pub shape: Shape,
     /// The default in its text form.
     pub default: &'static str,
-    /// One or two sentences for people.
+    /// Help text, in full sentences.
     pub help: &'static str,
 }
 
 impl Info {
-    /// Returns the kind of secret that a value may hold: no error repeats such a value.
+    /// Returns the kind of secret that a value may hold. No error repeats such a value.
     pub fn secret(&self) -> Option<Secret> {
         match self.name {
             "remote" => Some(Secret::Url),
@@ -144,17 +144,17 @@ impl Info {
         }
     }
 
-    /// The environment variable, e.g. `LMC_HTTP_PORT`.
+    /// Returns the environment variable, e.g. `LMC_HTTP_PORT`.
     pub fn variable(&self) -> String {
         format!("LMC_{}", self.name.replace('-', "_").to_ascii_uppercase())
     }
 
-    /// The key in the TOML file, e.g. `http_port`.
+    /// Returns the key in the TOML file, e.g. `http_port`.
     pub fn key(&self) -> String {
         self.name.replace('-', "_")
     }
 
-    /// The flag, e.g. `--http-port`.
+    /// Returns the flag, e.g. `--http-port`.
     pub fn flag(&self) -> String {
         format!("--{}", self.name)
     }

@@ -1,6 +1,6 @@
-//! The nearest valid name to one that is not.
+//! The valid name nearest to a mistyped one.
 
-/// The candidate that a typing error most likely meant, if one is near enough.
+/// Returns the candidate that a mistyped name most likely means, if one is near enough.
 pub fn nearest<'a>(found: &str, candidates: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let found = normal(found);
     candidates
@@ -16,7 +16,7 @@ fn normal(name: &str) -> String {
     name.to_ascii_lowercase().replace('-', "_")
 }
 
-/// Levenshtein's distance, with swaps of neighbours counted once.
+/// Returns Levenshtein's distance; a swap of two neighbouring letters counts once.
 fn distance(a: &str, b: &str) -> usize {
     let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
     let mut rows = vec![vec![0; b.len() + 1]; a.len() + 1];

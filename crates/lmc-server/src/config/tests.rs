@@ -195,7 +195,7 @@ fn problems_name_the_setting_the_expectation_and_the_nearest_name() {
         &[],
         &[],
         "chunk_size = [1, 2]",
-        &["lmc.toml: chunk_size: expected a string, number or boolean, found a array"],
+        &["lmc.toml: chunk_size: expected a string, number or boolean, found an array"],
     );
     check(
         &[],
@@ -218,8 +218,8 @@ fn problems_name_the_setting_the_expectation_and_the_nearest_name() {
         &[],
         "",
         &[
-            "--worker-registration-grace-seconds 60: expected at least worker_reap_timeout_seconds (2m), or workers \
-           that warm up would be forgotten before they can ping",
+            "--worker-registration-grace-seconds 60: expected at least worker_reap_timeout_seconds (2m); otherwise \
+             workers that warm up would be removed before they can ping",
         ],
     );
     check(
@@ -231,7 +231,7 @@ fn problems_name_the_setting_the_expectation_and_the_nearest_name() {
     // Peers would be sent to an address where nothing listens.
     for at in ["10.0.0.1:0", "0.0.0.0:7700", "[::]:7700"] {
         let want = format!(
-            "--p2p-advertise {at}: expected an address and a port that peers can connect to; port 0 and a wildcard are none"
+            "--p2p-advertise {at}: expected an address and a port that peers can connect to, not port 0 or a wildcard"
         );
         check(&[("p2p-advertise", at)], &[], "", &[&want]);
     }
@@ -362,7 +362,7 @@ fn further_stores_have_tables_of_their_own() {
     let refusal = |file: &str| load(&[], &[], file).unwrap_err().to_string();
     let twice = "[[tier]]\nkind = \"remote\"\nurl = \"redis://a\"\n".repeat(2);
     assert!(
-        refusal(&twice).contains("another store"),
+        refusal(&twice).contains("a store that no earlier table names"),
         "{}",
         refusal(&twice)
     );
@@ -477,7 +477,7 @@ fn a_wrong_tier_table_is_refused_with_what_is_known() {
     assert!(
         problems(both)[0]
             .1
-            .contains("in the table of its tier only")
+            .contains("also set in the table of its tier")
     );
     assert!(problems("tier = 5\n")[0].1.contains("[[tier]]"));
 }

@@ -1,7 +1,7 @@
 //! The order in which lower tiers are asked, and the tables `[[tier]]` of the configuration file,
-//! which give that order. A flag is the short form for the first tier of its
-//! kind.
+//! which give that order. Flags are the short form of the first tier of each kind.
 
+use super::layers::kind_of;
 use super::problem::Problem;
 use super::suggest::nearest;
 
@@ -41,8 +41,8 @@ impl Kind {
     }
 }
 
-/// Returns the kinds of the tiers in the order in which they are asked: that of their tables. A kind
-/// without a table comes before the first table of a kind that usually follows it.
+/// Returns the kinds of the tiers in the order in which they are asked, which is the order of their
+/// tables. A kind without a table comes before the first table of a kind that usually follows it.
 pub(super) fn order(tables: &[Kind]) -> Vec<Kind> {
     let mut order = tables.to_vec();
     for kind in Kind::ALL {
@@ -101,7 +101,7 @@ const REMOTE: &[Key] = &[
     ("negative_ttl", "remote_negative_ttl"),
 ];
 
-/// Keys that other kinds have, and why a kind without them does not.
+/// Keys that a kind lacks although other kinds have them, and the reason.
 const FOREIGN: &[(Kind, &str, &str)] = &[(
     Kind::Disk,
     "ttl",
@@ -122,14 +122,14 @@ pub(super) struct Tables {
     pub(super) further: Vec<(usize, Keys)>,
 }
 
-/// Returns the keys of a file that has the tables in place of their short forms.
+/// Converts the tables of a file to their short forms.
 pub(super) fn flatten(file: &str, tables: &toml::Value, problems: &mut Vec<Problem>) -> Tables {
     let mut found = Tables::default();
     let mut refuse = |subject: String, text: String| problems.push(Problem { subject, text });
     let tables = match tables.as_array() {
         Some(tables) => tables.as_slice(),
         None => {
-            let text = format!("expected tables, [[tier]], found a {}", tables.type_str());
+            let text = format!("expected tables, [[tier]], found {}", kind_of(tables));
             refuse(format!("{file}: tier"), text);
             &[]
         }
@@ -139,7 +139,7 @@ pub(super) fn flatten(file: &str, tables: &toml::Value, problems: &mut Vec<Probl
         let Some(table) = table.as_table() else {
             refuse(
                 subject,
-                format!("expected a table, found a {}", table.type_str()),
+                format!("expected a table, found {}", kind_of(table)),
             );
             continue;
         };
@@ -167,7 +167,7 @@ pub(super) fn flatten(file: &str, tables: &toml::Value, problems: &mut Vec<Probl
         }
         if kind == Kind::Disk && !found.kinds.is_empty() {
             let text = "expected the table of kind \"disk\" before all others: this server knows \
-                        what its drives hold, so that they are asked first in any case";
+                        what its drives hold, so drives are always asked first";
             refuse(subject.clone(), text.to_owned());
         }
         found.kinds.push(kind);

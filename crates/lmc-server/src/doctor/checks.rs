@@ -21,11 +21,11 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const OPEN_FILES: usize = 4096;
 /// Bytes of the memory in which huge pages and NUMA nodes are tried.
 const TRIED_BYTES: usize = 4 << 20;
-/// Type of the file system of `/dev/shm`, from linux/magic.h; and that of memory that cannot be
-/// swapped.
+/// Type of the file system of `/dev/shm`, and of a file system in memory that cannot be swapped, from
+/// linux/magic.h.
 const TMPFS: u32 = 0x0102_1994;
 const RAMFS: u32 = 0x8584_58f6;
-/// Bit of the right to lock memory beyond the limit, in the sets of capabilities of a process.
+/// Bit of the capability to lock memory beyond the limit, in the capability sets of a process.
 const CAP_IPC_LOCK: u64 = 1 << 14;
 
 /// Checks everything, in the order in which a server needs it.
@@ -89,11 +89,11 @@ fn user(uid: u32) -> Finding {
         0 => Finding::warning(
             "user",
             "root",
-            "run the server as the user of the engines: a process that takes it over has that user's rights",
+            "run the server as the user of the engines: an attacker who takes over the server has the rights of its user",
         ),
         uid => Finding::ok(
             "user",
-            format!("uid {uid}; engines run as the same, or --trusted-users"),
+            format!("uid {uid}; run engines as the same user, or name their users in --trusted-users"),
         ),
     }
 }
@@ -103,13 +103,16 @@ fn open_files(limit: usize) -> Finding {
         OPEN_FILES.. => Finding::ok("open files", format!("{limit} at most")),
         _ => Finding::warning(
             "open files",
-            format!("{limit} at most; each connection and each segment of a drive is one"),
+            format!(
+                "{limit} at most, expected {OPEN_FILES} or more: each connection and each segment of a drive is an \
+                 open file"
+            ),
             "raise the limit (ulimit -Hn, LimitNOFILE=, docker --ulimit nofile=)",
         ),
     }
 }
 
-/// Compares the pool with what is free, as the start does. `chosen` explains a size that the server
+/// Compares the pool with the free memory, as the start does. `chosen` explains a size that the server
 /// chooses.
 fn memory(free: FreeMemory, pool: u64, chosen: Option<String>) -> Finding {
     let size = human_bytes(pool);
@@ -120,14 +123,14 @@ fn memory(free: FreeMemory, pool: u64, chosen: Option<String>) -> Finding {
         return Finding::warning(
             "memory",
             format!(
-                "a pool of {size}, and {} are free: the system may kill the server once the pool \
+                "the pool is {size}, and {} of memory are free: the system may kill the server once the pool \
                  fills",
                 human_bytes(free.available)
             ),
             "make the pool smaller (--l1-size-gb)",
         );
     }
-    let of = format!("{size}, of {} that are free", human_bytes(free.bound()));
+    let of = format!("{size}, with {} of memory free", human_bytes(free.bound()));
     Finding::ok("memory", format!("a pool of {}", chosen.unwrap_or(of)))
 }
 
@@ -136,8 +139,8 @@ fn shm(pool: u64) -> Finding {
     let Ok(stat) = statfs("/dev/shm") else {
         return Finding::problem(
             check,
-            "there is none",
-            "mount -t tmpfs tmpfs /dev/shm; or --shm-name sealed, for lmc's own connector",
+            "it does not exist",
+            "mount it (mount -t tmpfs tmpfs /dev/shm), or use --shm-name sealed with lmc's own connector",
         );
     };
     let bytes = |blocks: u64| blocks.saturating_mul(u64::try_from(stat.f_bsize).unwrap_or(0));
@@ -150,15 +153,15 @@ fn judge_shm(pool: u64, is_memory: bool, size: u64, free: u64) -> Finding {
     if !is_memory {
         return Finding::problem(
             check,
-            "its file system is not tmpfs: the pool would lie on a drive",
-            "mount -t tmpfs tmpfs /dev/shm",
+            "its file system is not tmpfs: the pool would be on a drive",
+            "mount a tmpfs there (mount -t tmpfs tmpfs /dev/shm)",
         );
     }
     let state = format!("tmpfs of {}, {} free", human_bytes(size), human_bytes(free));
     if pool > free {
         return Finding::problem(
             check,
-            format!("{state}, for a pool of {}", human_bytes(pool)),
+            format!("{state}; the pool needs {}", human_bytes(pool)),
             "enlarge it (mount -o remount,size=… /dev/shm; in a container --shm-size or --ipc=host), \
              or make the pool smaller (--l1-size-gb)",
         );
@@ -185,9 +188,9 @@ fn judge_lock(demand: Demand, pool: u64, limit: Option<u64>) -> Finding {
     if demand == Demand::Off || pool <= limit {
         return Finding::ok(check, state);
     }
-    let found = format!("{state}, for a pool of {}", human_bytes(pool));
-    let remedy = "raise it (ulimit -l unlimited, LimitMEMLOCK=infinity, docker --ulimit memlock=-1), \
-                  or leave --lock-memory out";
+    let found = format!("{state}; the pool needs {}", human_bytes(pool));
+    let remedy = "raise the limit (ulimit -l unlimited, LimitMEMLOCK=infinity, docker --ulimit \
+                  memlock=-1), or omit --lock-memory";
     match demand {
         Demand::Required => Finding::problem(check, found, remedy),
         _ => Finding::warning(check, found, remedy),
@@ -198,7 +201,7 @@ fn judge_lock(demand: Demand, pool: u64, limit: Option<u64>) -> Finding {
 fn huge_pages(config: &ServeConfig) -> Finding {
     let check = "huge pages";
     if config.huge_pages == Demand::Off {
-        return Finding::ok(check, "not asked for");
+        return Finding::ok(check, "not requested");
     }
     let name = format!("lmc_doctor_{}", std::process::id());
     let arena = match config.shm_name.is_in_dev_shm() {
@@ -211,7 +214,7 @@ fn huge_pages(config: &ServeConfig) -> Finding {
             let report = arena.report();
             match report.huge_pages {
                 true => Finding::ok(check, "the pool gets them"),
-                // Its text names the remedy, as that of the error does.
+                // The notes name the remedy, and so does the error.
                 false => Finding::warning(check, report.notes.join("; "), ""),
             }
         }
@@ -244,8 +247,8 @@ fn numa(chosen: Option<u32>) -> Finding {
         }
         None if nodes > 1 => Finding::warning(
             check,
-            format!("{nodes} nodes, and the pool may lie on any"),
-            "bind it to the node of the engines' GPUs (--numa-node; nvidia-smi topo -m shows it)",
+            format!("{nodes} nodes, and the pool may be on any of them"),
+            "bind the pool to the node of the engines' GPUs (--numa-node; nvidia-smi topo -m shows the node)",
         ),
         None => Finding::ok(check, "one node"),
     }
@@ -258,7 +261,7 @@ fn gpu() -> Finding {
     judge_gpu(&driver, devices, Path::new("/dev/nvidiactl").exists())
 }
 
-/// Judges what the driver's module and a container's devices say.
+/// Judges the driver's version text, the number of GPUs, and whether the container has the device.
 fn judge_gpu(driver: &str, gpus: usize, has_device: bool) -> Finding {
     let check = "GPU";
     // NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  …
@@ -266,14 +269,14 @@ fn judge_gpu(driver: &str, gpus: usize, has_device: bool) -> Finding {
         word.split('.').count() > 1 && word.split('.').all(|part| part.parse::<u32>().is_ok())
     });
     match version {
-        None => Finding::ok(check, "none, and none is needed"),
+        None => Finding::ok(check, "no GPU, and none is needed"),
         Some(version) if has_device => {
             Finding::ok(check, format!("NVIDIA driver {version}, {gpus} GPUs"))
         }
         Some(version) => Finding::warning(
             check,
-            format!("NVIDIA driver {version}, {gpus} GPUs, and no device in /dev"),
-            "give the container the devices (docker --gpus all), unless lmc's own connector copies",
+            format!("NVIDIA driver {version}, {gpus} GPUs, but no device in /dev"),
+            "pass the devices to the container (docker --gpus all); not needed if engines use lmc's own connector",
         ),
     }
 }
@@ -285,18 +288,18 @@ fn port(check: &'static str, host: &str, port: u16, flag: &str) -> Finding {
             Some(holder) => Finding::problem(
                 check,
                 format!("{host}:{port} is held by {holder}"),
-                format!("stop it, or choose another {flag}; a server that runs holds its own"),
+                format!("stop that process, or choose another {flag}; ignore this if it is this server, already running"),
             ),
             None => Finding::problem(
                 check,
-                format!("{host}:{port} is taken"),
-                format!("stop what listens there, or choose another {flag}"),
+                format!("{host}:{port} is in use"),
+                format!("stop the process that listens there, or choose another {flag}"),
             ),
         },
         Err(error) => Finding::problem(
             check,
             format!("{host}:{port} cannot be opened: {error}"),
-            format!("check {flag} and the address before it"),
+            format!("check {flag} and the address"),
         ),
     }
 }
@@ -306,11 +309,11 @@ fn socket(path: &Path) -> Finding {
     let check = "socket";
     let folder = path.parent().unwrap_or(Path::new("/"));
     match access(folder, Access::WRITE_OK | Access::EXEC_OK) {
-        Ok(()) => Finding::ok(check, format!("{} can be made", path.display())),
+        Ok(()) => Finding::ok(check, format!("{} can be created", path.display())),
         Err(error) => Finding::problem(
             check,
-            format!("{} cannot be made: {error}", path.display()),
-            "make its folder, and give it to the user of the server (RuntimeDirectory=)",
+            format!("{} cannot be created: {error}", path.display()),
+            "create its folder, owned by the user of the server (RuntimeDirectory=)",
         ),
     }
 }
@@ -318,15 +321,15 @@ fn socket(path: &Path) -> Finding {
 fn io_uring(io: DiskIo) -> Finding {
     let check = "io_uring";
     match (check_io_uring(), io) {
-        (_, DiskIo::Threads) => Finding::ok(check, "not asked for"),
+        (_, DiskIo::Threads) => Finding::ok(check, "not requested"),
         (Ok(()), _) => Finding::ok(check, "the drives use it"),
         (Err(error), io) => {
-            let found = format!("the kernel refuses it: {error}");
+            let found = format!("the kernel refuses io_uring: {error}");
             let remedy = "sysctl kernel.io_uring_disabled=0; in a container allow io_uring_setup, \
                           io_uring_enter and io_uring_register (seccomp)";
             match io {
                 DiskIo::Uring => Finding::problem(check, found, remedy),
-                _ => Finding::warning(check, format!("{found}; threads read and write"), remedy),
+                _ => Finding::warning(check, format!("{found}; threads read and write instead, which is slower"), remedy),
             }
         }
     }
@@ -337,7 +340,7 @@ fn drive(path: &Path, settings: &DiskSettings) -> Finding {
     let shown = path.display();
     let usable = match usable_bytes(path) {
         Ok(usable) => usable.saturating_sub(settings.keep_free),
-        // Its text names the folder already.
+        // The error names the folder already.
         Err(error) => return Finding::problem(check, error.to_string(), ""),
     };
     let nearest = path.ancestors().find(|path| path.is_dir());
@@ -346,14 +349,14 @@ fn drive(path: &Path, settings: &DiskSettings) -> Finding {
         return Finding::problem(
             check,
             format!("{} cannot be written to: {error}", nearest.display()),
-            "give it to the user of the server, and name it in the unit (ReadWritePaths=)",
+            "make the user of the server its owner, and name it in the unit (ReadWritePaths=)",
         );
     }
     if !path.join("drive").exists() && !settings.create {
         return Finding::problem(
             check,
             format!("{shown} holds no drive"),
-            "--disk-create for the first start; or mount the file system that belongs there",
+            "for the first start use --disk-create; otherwise mount the file system that belongs there",
         );
     }
     let is_memory =
@@ -361,7 +364,7 @@ fn drive(path: &Path, settings: &DiskSettings) -> Finding {
     if is_memory {
         return Finding::warning(
             check,
-            format!("{shown} lies in memory: chunks are lost with a restart of the host"),
+            format!("{shown} is in memory: its chunks are lost at a restart of the host"),
             "name a folder on a drive",
         );
     }
@@ -370,11 +373,11 @@ fn drive(path: &Path, settings: &DiskSettings) -> Finding {
         PoolSize::Bytes(size) if size / drives > usable => Finding::warning(
             check,
             format!(
-                "{shown} has {} for chunks, where --disk-size asks for {}",
+                "{shown} has {} for chunks, but --disk-size asks for {}",
                 human_bytes(usable),
                 human_bytes(size / drives)
             ),
-            "free some, or set a smaller --disk-size",
+            "free some space, or set a smaller --disk-size",
         ),
         _ => Finding::ok(
             check,
@@ -387,7 +390,7 @@ fn drive(path: &Path, settings: &DiskSettings) -> Finding {
 fn peer(host: &str, port: u16) -> Finding {
     let check = "peer";
     let remedy = format!(
-        "start its server with --p2p-listen, and let this host reach port {port} (firewall, security \
+        "start the peer with --p2p-listen, and allow this host to reach port {port} (firewall, security \
          group)"
     );
     let addresses = match (host, port).to_socket_addrs() {
@@ -427,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_on_locked_memory_counts_where_the_pool_is_locked() {
+    fn a_limit_on_locked_memory_counts_if_the_pool_is_locked() {
         let judge = |demand, limit| judge_lock(demand, GIB, limit).verdict;
         assert_eq!(judge(Demand::Required, None), Verdict::Ok);
         assert_eq!(judge(Demand::Required, Some(GIB)), Verdict::Ok);

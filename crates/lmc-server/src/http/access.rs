@@ -20,10 +20,10 @@ use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
 use crate::config::ServeConfig;
 
-/// Least characters of a token.
+/// Smallest number of characters of a token.
 const LEAST_TOKEN: usize = 16;
 
-/// Rules for connections and requests, as the files of the configuration were read last.
+/// Rules for connections and requests, from the last reading of the configuration's files.
 pub(crate) struct Access {
     pub(super) trusted_users: TrustedUsers,
     pub(super) token: Option<Token>,
@@ -40,7 +40,7 @@ impl Access {
     /// Reads the files that the configuration names.
     ///
     /// # Errors
-    /// A file cannot be read or others may read it, or its content is of no use; with the setting's name.
+    /// A file cannot be read, other users may read it, or its content is invalid. The error names the setting.
     pub(crate) fn read(config: &ServeConfig) -> Result<Self> {
         let token = config.http_token_file.as_deref().map(token_of);
         let tls = config
@@ -68,13 +68,13 @@ impl LiveAccess {
         Arc::clone(&self.0.read())
     }
 
-    /// Puts another in effect, for connections and requests that begin from now on.
+    /// Replaces the access for connections and requests that begin from now on.
     pub(crate) fn set(&self, access: Access) {
         *self.0.write() = Arc::new(access);
     }
 }
 
-/// A secret that a request has to show.
+/// A secret that a request must carry.
 pub(crate) struct Token(String);
 
 impl Token {
@@ -83,7 +83,7 @@ impl Token {
         Self(token.to_owned())
     }
 
-    /// Returns true if the headers carry it.
+    /// Returns true if the headers carry the token.
     pub(super) fn is_in(&self, headers: &HeaderMap) -> bool {
         let mut shown = headers.get_all(AUTHORIZATION).into_iter();
         shown.any(|value| {
@@ -94,7 +94,7 @@ impl Token {
         })
     }
 
-    /// Compares in a time that depends on the length alone.
+    /// Compares in a time that depends only on the length.
     fn is(&self, shown: &[u8]) -> bool {
         let token = self.0.as_bytes();
         let differs = |all: u8, (one, other): (&u8, &u8)| black_box(all | (one ^ other));
@@ -105,15 +105,15 @@ impl Token {
 /// Reads a file with a token on its first line.
 ///
 /// # Errors
-/// The file cannot be read or others may read it, or the line is no token.
+/// The file cannot be read, other users may read it, or the line is not a token.
 pub(crate) fn token_of(path: &Path) -> Result<String> {
     let text = read_secret(path)?;
     let token = text.lines().next().unwrap_or_default().trim();
     let is_token = token.len() >= LEAST_TOKEN && token.bytes().all(|byte| byte.is_ascii_graphic());
     ensure!(
         is_token,
-        "{}: expected a token of at least {LEAST_TOKEN} visible characters on the first line: make \
-         one with (umask 077; openssl rand -hex 32 > FILE)",
+        "{}: expected a token of at least {LEAST_TOKEN} visible characters on the first line; create \
+         a token with (umask 077; openssl rand -hex 32 > FILE)",
         path.display()
     );
     Ok(token.to_owned())
@@ -122,7 +122,7 @@ pub(crate) fn token_of(path: &Path) -> Result<String> {
 /// Reads the certificates of a file.
 ///
 /// # Errors
-/// The file cannot be read, or has none.
+/// The file cannot be read, or holds no certificate.
 pub(crate) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> {
     let pem = fs::read(path).with_context(|| format!("{}", path.display()))?;
     let read: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
@@ -161,7 +161,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_shows_the_whole_token_or_is_refused() {
+    fn a_request_carries_the_whole_token_or_is_refused() {
         let token = Token::new("0123456789abcdef");
         let shows = |values: &[&str]| {
             let mut headers = HeaderMap::new();

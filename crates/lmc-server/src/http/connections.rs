@@ -1,4 +1,4 @@
-//! HTTP connections: bounded in number, and in the time that each may take.
+//! HTTP connections, limited in number and in the time that each may take.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -32,8 +32,8 @@ use super::guard::ConnectionUser;
 const HEAD_DEADLINE: Duration = Duration::from_secs(30);
 /// Longest time of a TLS handshake.
 const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(10);
-/// Time that a stop gives a connection that waits for a request: only the last bytes of an answer
-/// may be in flight.
+/// Time that a stop gives a connection without a request under way: at most the last bytes of an answer
+/// are still in flight.
 const IDLE_END_DEADLINE: Duration = Duration::from_secs(1);
 /// Bytes of a request's head.
 const MAX_HEAD: usize = 16 << 10;
@@ -41,19 +41,19 @@ const MAX_HEAD: usize = 16 << 10;
 /// Bounds of a server's connections.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bounds {
-    /// Connections at a time. Beyond that, a new one replaces the one that has waited longest for a
-    /// request's head, or is closed at once if there is none.
+    /// Connections at a time. A further connection replaces the connection that has waited longest for
+    /// a request's head; if none waits, the further connection is closed at once.
     pub(crate) connections: usize,
     /// Longest life of a connection.
     pub(crate) life: Option<Duration>,
-    /// Longest time to end a connection: for the answer under way, and for the client to take it.
+    /// Longest time to end a connection: to finish the answer under way, and for the client to read it.
     pub(crate) end: Duration,
-    /// Longest time for a client to take what was sent to it.
+    /// Longest time for a client to read what was sent to it.
     pub(crate) unread: Option<Duration>,
 }
 
-/// Answers until `stopped` turns true, then lets answers under way end. With `access`, requests say
-/// whether the user of their connection is trusted, and connections speak TLS where it says so.
+/// Answers until `stopped` turns true, then lets answers under way end. With `access`, each request
+/// carries the trust in its connection's user, and connections speak TLS if `access` has TLS.
 pub(crate) async fn serve(
     socket: TcpListener,
     router: Router,
@@ -73,8 +73,8 @@ pub(crate) async fn serve(
         let stream = match accepted {
             Ok((stream, _)) => stream,
             Err(error) => {
-                // Out of file descriptors, most likely: waiting is all that can help.
-                warn!(%error, "cannot accept an HTTP connection");
+                // Most likely out of file descriptors, and only waiting can help.
+                warn!(%error, "cannot accept an HTTP connection; tries again in 100 ms");
                 tokio::time::sleep(Duration::from_millis(100)).await;
                 continue;
             }
@@ -85,7 +85,7 @@ pub(crate) async fn serve(
         if let Some(unread) = bounds.unread
             && let Err(error) = set_tcp_user_timeout(&stream, unread.as_millis() as u32)
         {
-            debug!(%error, "a client that reads nothing may hold its connection");
+            debug!(%error, "cannot set a timeout for unread data; a client that reads nothing may keep its connection");
         }
         let access = access.as_ref().map(LiveAccess::now);
         let (user, tls) = access.map_or((None, None), |access| {
@@ -132,8 +132,8 @@ impl Seats {
         }
     }
 
-    /// A seat for a new connection. Evicts the connection that waits for a head for longest if all
-    /// seats are taken; `None` if none waits.
+    /// Returns a seat for a new connection. If all seats are taken, evicts the connection that has
+    /// waited longest for a head; returns `None` if none waits.
     fn take(&self, now: Instant) -> Option<Arc<Seat>> {
         let mut seats = self.taken.lock();
         if seats.len() >= self.most {
@@ -169,7 +169,7 @@ impl Seat {
     }
 }
 
-/// The body of an answer, until whose end its connection is at work.
+/// The body of an answer. Its connection is at work until the body ends.
 struct Answer {
     body: Body,
     _at_work: AtWork,
@@ -203,7 +203,8 @@ impl HttpBody for Answer {
     }
 }
 
-/// Makes the TLS session of a connection; `None` where that fails or is late, or the seat is needed.
+/// Makes the TLS session of a connection. Returns `None` if the handshake fails or is late, or if
+/// another connection needs the seat.
 async fn encrypted(
     tls: &TlsAcceptor,
     stream: TcpStream,
@@ -280,7 +281,7 @@ async fn connection(
     match ended {
         Ok(Ok(())) => {}
         Ok(Err(error)) => debug!(%error, "HTTP connection failed"),
-        Err(_) => debug!("HTTP client does not read its answer"),
+        Err(_) => debug!("HTTP client did not read its answer in time"),
     }
 }
 
@@ -291,7 +292,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn a_connection_ends_whose_first_request_is_late() {
+    async fn a_connection_with_a_late_first_request_ends() {
         let socket = TcpListener::bind("127.0.0.1:0").await.expect("a port");
         let address = socket.local_addr().expect("an address");
         let (_stop, stopped) = watch::channel(false);
@@ -323,7 +324,7 @@ mod tests {
         assert!(!seat.is_idle());
         assert!(
             seats.take(Instant::now()).is_none(),
-            "it makes no way for another"
+            "it is not evicted for another connection"
         );
         drop(answer);
         assert!(seat.is_idle());

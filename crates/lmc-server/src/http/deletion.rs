@@ -1,5 +1,5 @@
-//! `lmc clear --shared`: deletes in the shared stores what a clear has made stale, in the
-//! background.
+//! `lmc clear --shared`: deletes the chunks that a clear has made stale from the shared stores, in
+//! the background.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ pub(super) struct LastDeletion(Arc<Mutex<Vec<Store>>>);
 struct Store {
     name: String,
     done: StaleDeleted,
-    /// `None` while it goes on.
+    /// `None` while the deletion goes on.
     end: Option<Result<(), String>>,
 }
 
@@ -45,7 +45,7 @@ impl LastDeletion {
         self.0.lock().iter().any(|store| store.end.is_none())
     }
 
-    /// Starts to delete in all stores, side by side. Returns false if a deletion is under way.
+    /// Starts to delete in all stores at the same time. Returns false if a deletion is under way.
     pub(super) fn start(&self, tiers: &[Arc<RemoteTier>]) -> bool {
         let mut stores = self.0.lock();
         if stores.iter().any(|store| store.end.is_none()) {
@@ -78,7 +78,7 @@ impl LastDeletion {
                 tracing::info!(store = tier.name(), seen, deleted, "stale chunks deleted");
             }
             Err(error) => {
-                tracing::warn!(store = tier.name(), %error, "stale chunks not all deleted; they are misses, and go by age or size");
+                tracing::warn!(store = tier.name(), %error, "not all stale chunks were deleted; they are misses, and are removed by age or size");
             }
         }
         if let Some(store) = self.0.lock().get_mut(index) {
@@ -92,7 +92,7 @@ impl LastDeletion {
     }
 }
 
-/// Shows how far the last deletion is, store by store.
+/// Answers with the progress of the last deletion in each store.
 pub(super) async fn status(State(http): Shared) -> Response {
     let stores = http.deletion.to_json();
     match stores.as_array().is_some_and(Vec::is_empty) {

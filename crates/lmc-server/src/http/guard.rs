@@ -1,14 +1,17 @@
-//! Refuses what a browser sends for a page of another site.
+//! Refuses requests that a browser sends for a page of another site.
 //!
-//! Listening on loopback is no boundary for browsers: every page that the user of this host opens
-//! can send requests to it. Three rules keep such pages out. A foreign `Host` is refused, because a
-//! page whose own name was made to resolve to this host (DNS rebinding) is same-origin to its
-//! browser. A cross-site request is refused, because the browser says in `Origin` or
-//! `Sec-Fetch-Site` that it is one. A body counts only as `application/json`, which no page can
-//! send to another site without asking first (CORS preflight), and that is never granted here.
+//! Listening on loopback is no boundary for browsers: every page that a user of this host opens
+//! can send requests to it. Three rules keep such pages out:
 //!
-//! Nor is it a boundary for the users of this host. A request that changes something is refused
-//! unless the user of its connection is trusted (`--trusted-users`). Others read digests of salts.
+//! - A foreign `Host` is refused: a page whose own name was made to resolve to this host (DNS
+//!   rebinding) is same-origin to its browser.
+//! - A cross-site request is refused: the browser marks it in `Origin` or `Sec-Fetch-Site`.
+//! - A body must be `application/json`: no page can send JSON to another site without a CORS
+//!   preflight, which is never granted here.
+//!
+//! Loopback is no boundary for the users of this host either. A request that changes something is
+//! refused unless the user of its connection is trusted (`--trusted-users`). Untrusted users see
+//! digests of salts.
 
 use std::net::IpAddr;
 use std::sync::Mutex;
@@ -30,12 +33,12 @@ const WARN_EVERY: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ConnectionUser(pub(super) Result<Trust, Untrusted>);
 
-/// The names under which the HTTP side may be asked, and when it last warned of another.
+/// The host names that requests may use, and the time of the last warning.
 #[derive(Debug)]
 pub(crate) struct Guard {
     /// Allowed host names, in lower case.
     names: Vec<String>,
-    /// Remedy where another name is wanted.
+    /// Remedy if another name is wanted.
     advice: &'static str,
     warned: Mutex<Option<Instant>>,
 }
@@ -51,8 +54,8 @@ impl Guard {
         }
     }
 
-    /// Makes one for a server that may be asked by address, or as localhost. `advice`: how else it
-    /// can be asked.
+    /// Creates a guard for a server that requests may name by address or as localhost only. `advice`
+    /// says how else to reach it.
     pub(crate) fn without_names(advice: &'static str) -> Self {
         Self {
             names: Vec::new(),
@@ -61,16 +64,16 @@ impl Guard {
         }
     }
 
-    /// Lets a request pass that no page of another site can have sent, or returns the code and the
-    /// reason of the refusal.
+    /// Checks that no page of another site can have sent a request. Returns the code and the reason of
+    /// a refusal.
     pub(crate) fn check_page<B>(&self, request: &Request<B>) -> Result<(), (StatusCode, String)> {
         self.check_host(request)?;
         check_site(request.headers())
     }
 
-    /// Lets a request of a connection's user pass, or returns the code and the reason of the
-    /// refusal. With a `token`, requests of others than trusted users of this host have to show it, and
-    /// count as theirs then. Returns the user that the request counts for.
+    /// Checks a request of a connection's user. Returns the user that the request counts for, or the
+    /// code and the reason of the refusal. With a `token`, only trusted users of this host need no
+    /// token; a request with the token counts as a trusted user's.
     pub(super) fn check<B>(
         &self,
         request: &Request<B>,
@@ -93,7 +96,7 @@ impl Guard {
     }
 
     fn check_host<B>(&self, request: &Request<B>) -> Result<(), (StatusCode, String)> {
-        // A request line may name a host, too, and then it is the one that counts.
+        // A request line may name a host, too; its name then counts.
         let of_line = request.uri().authority().map(|named| named.as_str());
         let headers = request.headers().get_all(HOST).into_iter();
         let of_headers = headers.map(|host| host.to_str().unwrap_or("\u{fffd}"));
@@ -116,7 +119,7 @@ impl Guard {
         let bare = name
             .strip_prefix('[')
             .and_then(|name| name.strip_suffix(']'));
-        // An address cannot be made to resolve to another one.
+        // An attacker cannot make an address resolve to another address.
         bare.unwrap_or(&name).parse::<IpAddr>().is_ok()
             || name == "localhost"
             || self.names.contains(&name)
@@ -134,7 +137,7 @@ impl Guard {
     }
 }
 
-/// Refuses what the browser says comes from another site, or from another port of this host.
+/// Refuses requests that the browser marks as coming from another site, or from another port of this host.
 pub(crate) fn check_site(headers: &HeaderMap) -> Result<(), (StatusCode, String)> {
     let site = headers.get_all(SEC_FETCH_SITE).into_iter();
     let foreign_site = site
@@ -150,17 +153,17 @@ pub(crate) fn check_site(headers: &HeaderMap) -> Result<(), (StatusCode, String)
     match foreign_site.or(foreign_origin) {
         None => Ok(()),
         Some(found) => {
-            let reason = format!("requests of other sites' pages are refused: {found}");
+            let reason = format!("requests from pages of other sites are refused: {found}");
             Err((StatusCode::FORBIDDEN, reason))
         }
     }
 }
 
-/// Paths that need no token: three say no more than whether engines are served, and probes of clusters
-/// show none; the page asks its reader for it.
+/// Paths that need no token. Three of them only say whether engines are served, and cluster probes send
+/// no token. The page asks its reader for the token.
 const OPEN: [&str; 4] = ["/", "/healthz", "/livez", "/readyz"];
 
-/// Refuses what does not show the token and is not of a trusted user of this host.
+/// Refuses requests without the token, except requests of trusted users of this host.
 fn check_token<B>(
     request: &Request<B>,
     user: ConnectionUser,
@@ -175,7 +178,7 @@ fn check_token<B>(
         _ if token.is_in(request.headers()) => Ok(ConnectionUser(Ok(Trust::User))),
         _ if is_open => Ok(user),
         _ => {
-            let reason = "this server asks for a token (--http-token-file): send it as \
+            let reason = "this server requires a token (--http-token-file): send it as \
                           Authorization: Bearer TOKEN; the lmc tools read the file that \
                           LMC_HTTP_TOKEN_FILE names";
             Err((StatusCode::UNAUTHORIZED, reason.to_owned()))
@@ -183,7 +186,7 @@ fn check_token<B>(
     }
 }
 
-/// Refuses changes by users that are not trusted. What is only read is for monitoring users, too.
+/// Refuses changes by users that are not trusted. Such users may read, for monitoring.
 fn check_user(method: &Method, user: ConnectionUser) -> Result<(), (StatusCode, String)> {
     match user.0 {
         Err(untrusted) if !matches!(*method, Method::GET | Method::HEAD) => {
@@ -199,8 +202,8 @@ fn after_scheme(origin: &HeaderValue) -> Option<&[u8]> {
     http.or_else(|| origin.strip_prefix(b"https://"))
 }
 
-/// Requires JSON of requests that change something. Pages of other sites can send three types of
-/// body without a preflight, and JSON is none of them. DELETE has no body, and always a preflight.
+/// Requires JSON in requests that change something. Pages of other sites can send three types of
+/// body without a preflight, but not JSON. DELETE has no body, and always needs a preflight.
 fn check_content_type(method: &Method, headers: &HeaderMap) -> Result<(), (StatusCode, String)> {
     if !matches!(*method, Method::POST | Method::PUT | Method::PATCH) {
         return Ok(());
@@ -222,7 +225,7 @@ fn check_content_type(method: &Method, headers: &HeaderMap) -> Result<(), (Statu
     }
 }
 
-/// The name or address of `name:port`, `[address]:port` or either alone.
+/// Returns the name or address in `name:port`, `[address]:port`, or either without a port.
 fn without_port(host: &str) -> &str {
     match host.rsplit_once(':') {
         Some((name, port))
@@ -246,7 +249,7 @@ mod tests {
         Guard::new(&config)
     }
 
-    /// The code of a refusal, 0 where there is none, and whether the request counts as a trusted user's.
+    /// Returns the code of a refusal, or 0, and whether the request counts as a trusted user's.
     fn checked(user: Result<Trust, Untrusted>, line: &str, shown: Option<&str>) -> (u16, bool) {
         let token = Token::new("0123456789abcdef");
         let (method, path) = line.split_once(' ').expect("a method and a path");
@@ -263,9 +266,9 @@ mod tests {
         }
     }
 
-    /// Nothing but the network kept others from clearing the cache of a server in a cluster.
+    /// Without a token, only the network kept other hosts from clearing the cache of a server in a cluster.
     #[test]
-    fn with_a_token_requests_from_elsewhere_have_to_show_it() {
+    fn with_a_token_requests_from_elsewhere_must_carry_it() {
         let elsewhere = [
             Ok(Trust::Unknown),
             Err(Untrusted::User(7)),

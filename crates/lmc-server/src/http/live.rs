@@ -1,5 +1,5 @@
-//! The page at `/`, and what it shows: the state every two seconds, the last hour, and what other sizes
-//! of the cache would give.
+//! The page at `/`, and its data: the state every two seconds, the last hour, and the hit ratios of
+//! other cache sizes.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,15 +23,15 @@ use super::{Http, STOPPING, Shared, lmcache, refusal};
 
 /// Time between two states of a stream.
 const LIVE_EVERY: Duration = Duration::from_secs(2);
-/// Time of a stream, which the page follows with another: less than that of a connection.
+/// Longest life of a stream, less than that of a connection. The page then opens another stream.
 const STREAM_LIFE: Duration = Duration::from_secs(240);
-/// States from one sample of the history to the next, and the samples: one hour and its start.
+/// States from one sample of the history to the next, and the number of samples: one hour, with its start.
 const SAMPLE_TICKS: u64 = 5;
 const SAMPLES: usize = 361;
 /// Streams at a time.
 pub(super) const MAX_STREAMS: usize = 16;
 
-/// The page uses nothing but itself and this server.
+/// Content security policy: the page uses only itself and this server.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; \
                       connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; \
                       frame-ancestors 'none'";
@@ -44,7 +44,7 @@ pub(super) fn routes() -> Router<Arc<Http>> {
         .route("/advise", get(advise))
 }
 
-/// Answers browsers with the page, and others as LMCache's server does.
+/// Answers browsers with the page, and other clients as LMCache's server does.
 async fn page(headers: HeaderMap) -> Response {
     let accepted = headers.get_all(header::ACCEPT).into_iter();
     let mut accepted = accepted.filter_map(|accepted| accepted.to_str().ok());
@@ -63,13 +63,13 @@ async fn page(headers: HeaderMap) -> Response {
     (headers, Html(include_str!("page.html"))).into_response()
 }
 
-/// Sends each state, until the client leaves, the server stops, or it is time for another connection.
+/// Sends each state until the client leaves, the server stops, or the life of the stream is over.
 async fn live(State(http): Shared) -> Response {
     if http.is_stopping() {
         return refusal(StatusCode::SERVICE_UNAVAILABLE, STOPPING);
     }
     let Ok(seat) = Arc::clone(&http.streams).try_acquire_owned() else {
-        let text = format!("{MAX_STREAMS} pages are open already: close one");
+        let text = format!("{MAX_STREAMS} pages are already open: close one");
         return refusal(StatusCode::SERVICE_UNAVAILABLE, text);
     };
     let end = tokio::time::Instant::now() + STREAM_LIFE;
@@ -89,11 +89,11 @@ async fn live(State(http): Shared) -> Response {
     Sse::new(states).into_response()
 }
 
-/// The last state of a server that pages look at; `None` before the first and after the last.
+/// The last state that was read for pages; `None` before the first state and after the last.
 pub(super) type LastState = watch::Sender<Option<Arc<Result<Value, String>>>>;
 
-/// Looks at the state while pages do, and takes samples for the history, until the server stops. All pages
-/// share one look.
+/// Reads the state while pages are open, once for all pages, and takes samples for the history, until the
+/// server stops.
 pub(super) async fn keep(http: Arc<Http>, mut stopped: watch::Receiver<bool>) {
     let probe = http.probe.alone();
     let mut stopping = http.stopping.clone().unwrap_or_else(|| stopped.clone());
@@ -127,7 +127,7 @@ pub(super) async fn keep(http: Arc<Http>, mut stopped: watch::Receiver<bool>) {
 #[derive(Debug, Default)]
 pub(super) struct History(Mutex<VecDeque<Sample>>);
 
-/// The figures of one moment, which are counted since the start where they can only grow.
+/// The figures of one moment. Counters are since the start.
 #[derive(Debug, Clone, Serialize)]
 struct Sample {
     /// Seconds since 1970.
@@ -135,7 +135,7 @@ struct Sample {
     asked_tokens: u64,
     found_dram_tokens: u64,
     found_lower_tokens: u64,
-    /// Tokens that were not found, by the reason.
+    /// Tokens that were not found, by reason.
     missed_tokens: Value,
     used_bytes: u64,
     stored_bytes: u64,
@@ -177,7 +177,7 @@ impl Sample {
     }
 }
 
-/// Returns the counters of misses that are not zero, by their reasons.
+/// Returns the nonzero counters of misses, by reason.
 fn missed(counts: &Value) -> Value {
     let counts = counts.as_object().into_iter().flatten();
     let missed = counts.filter_map(|(name, tokens)| {
@@ -203,7 +203,7 @@ async fn history(State(http): Shared) -> Response {
         .into_response()
 }
 
-/// Answers which hit ratio caches of other sizes would have given.
+/// Answers with the hit ratios that caches of other sizes would have had.
 async fn advise(State(http): Shared) -> Response {
     let curve = http.service.engine().demand();
     let status = match http.probe.status().await {

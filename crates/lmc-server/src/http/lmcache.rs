@@ -1,8 +1,8 @@
-//! Paths and JSON of LMCache's MP server, so that its command-line tools and what people built
-//! on it go on working: `lmcache ping kvcache`, `describe kvcache`, `kvcache clear`, `quota …`.
+//! Paths and JSON of LMCache's MP server, so that its command-line tools and scripts built on it
+//! continue to work: `lmcache ping kvcache`, `describe kvcache`, `kvcache clear`, `quota …`.
 //!
-//! What needs a tier that is not there (listing, deleting and prefetching of L2 objects) is
-//! answered as LMCache answers without L2 adapters.
+//! Requests for L2 objects (listing, deleting and prefetching) are answered as LMCache answers without
+//! L2 adapters.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -28,13 +28,13 @@ use crate::config::{Entry, Loaded, SegmentName, TierSettings, policy_name};
 use crate::salts;
 
 const GIB: f64 = (1u64 << 30) as f64;
-/// Salts with a quota. Each eviction looks at all of them.
+/// Limit on the salts with a quota. Each eviction reads all quotas.
 const MAX_QUOTAS: usize = 1024;
 const UNDER_WAY: &str =
-    "a deletion in the shared stores is under way: GET /cache/clear/shared shows how far it is";
+    "a deletion in the shared stores is under way: GET /cache/clear/shared shows its progress";
 const CLEAR_FAILED: &str = "the clear failed: see the log";
 const NO_L2: &str =
-    "no L2 adapters configured: the tiers below memory are set with --disk, and listed by /status";
+    "no L2 adapters configured: lmc's tiers below memory are set with --disk, and /status lists them";
 
 pub(super) fn routes() -> Router<Arc<Http>> {
     Router::new()
@@ -92,7 +92,7 @@ async fn settings(State(http): Shared, Extension(user): Extension<ConnectionUser
     Json(shown).into_response()
 }
 
-/// The settings in LMCache's order of things, and all of ours with their origin under `lmc`.
+/// Returns the settings in LMCache's structure, and all of lmc's settings with their origin under `lmc`.
 fn config(service: &Service, loaded: &Loaded, shown_salt: impl Fn(&str) -> String) -> Value {
     let config = &loaded.config;
     let shown = |entries: &[Entry]| {
@@ -152,8 +152,8 @@ fn config(service: &Service, loaded: &Loaded, shown_salt: impl Fn(&str) -> Strin
     })
 }
 
-/// LMCache's fields where its tools look for them, and everything of ours under `lmc`; with
-/// `full=1` every bucket of the durations, too.
+/// Answers with LMCache's fields where its tools look for them, and with lmc's own fields under `lmc`;
+/// with `full=1` also with every bucket of the durations.
 async fn status(State(http): Shared, Query(asked): Query<Map<String, Value>>) -> Response {
     let full = asked.get("full").is_some_and(|full| full == "1");
     match state(&http, full).await {
@@ -162,10 +162,10 @@ async fn status(State(http): Shared, Query(asked): Query<Map<String, Value>>) ->
     }
 }
 
-/// Returns the state, `full` with the histograms of operations.
+/// Returns the state; with `full` also the histograms of operations.
 ///
 /// # Errors
-/// The reason why it is not known.
+/// The reason why the state is not known.
 async fn state(http: &Http, full: bool) -> Result<Value, String> {
     let (fault, status) = match super::served(http).await {
         Ok(status) => (None, status),
@@ -180,8 +180,8 @@ pub(super) fn seconds_since_1970() -> u64 {
     now.unwrap_or_default().as_secs()
 }
 
-/// Returns the state of a server with this status, `full` with the histograms of operations. `fault`: the
-/// word and the reason where engines are not served.
+/// Returns the state of a server with this status; with `full` also the histograms of operations. `fault`
+/// is the word and the reason if engines are not served.
 pub(super) fn state_of(
     http: &Http,
     fault: Option<(&'static str, String)>,
@@ -199,7 +199,7 @@ pub(super) fn state_of(
     answer
 }
 
-/// Number and duration of each operation's requests.
+/// Returns the number and duration of each operation's requests.
 fn operations(status: &ServiceStatus, full: bool) -> Value {
     let operation = |counts: &OperationCounts| {
         let latency = &counts.latency;
@@ -290,7 +290,7 @@ fn lmcache_status(http: &Http, healthy: bool, status: &ServiceStatus) -> Value {
 
 /// A worker as `lmcache describe kvcache` shows it.
 fn context(instance: &InstanceStatus, chunk_size: u32) -> Value {
-    // [2, layers, tokens, hidden], or [layers, tokens, hidden] where K and V are one plane.
+    // [2, layers, tokens, hidden], or [layers, tokens, hidden] if K and V are one plane.
     let layers = match instance.shape.as_slice() {
         [layers, _, _] | [_, layers, ..] => *layers,
         _ => 0,
@@ -317,8 +317,8 @@ fn context(instance: &InstanceStatus, chunk_size: u32) -> Value {
     })
 }
 
-/// A body is optional; of its fields `tier` must be `l1` or `all`, and `force` and `shared` booleans,
-/// where given. With `shared` chunks of shared stores are deleted in the background.
+/// Clears the cache. The body is optional, and so are its fields: `tier` is `l1` or `all`; `force` and
+/// `shared` are booleans. With `shared`, chunks in shared stores are deleted in the background.
 async fn clear(State(http): Shared, body: Bytes) -> Response {
     let asked: Value = if body.is_empty() {
         json!({})
@@ -343,10 +343,10 @@ async fn clear(State(http): Shared, body: Bytes) -> Response {
         (Err(reason), _) | (_, Err(reason)) => return refused(reason),
     };
     if shared && dram_only {
-        return refused("expected tier all with shared");
+        return refused("shared requires tier all");
     }
     if shared && http.stores.is_empty() {
-        return refused("this server has no shared store: `lmc serve --remote URL` gives it one");
+        return refused("this server has no shared store: start it with --remote URL");
     }
     if shared && http.deletion.is_under_way() {
         return refusal(StatusCode::CONFLICT, UNDER_WAY);
@@ -364,7 +364,7 @@ async fn clear(State(http): Shared, body: Bytes) -> Response {
     let cleared = match tokio::task::spawn_blocking(move || engine.clear(in_use)).await {
         Ok(Ok(cleared)) => cleared,
         Ok(Err(error)) => {
-            let text = format!("nothing is cleared: {error}");
+            let text = format!("nothing was cleared: {error}");
             return refusal(StatusCode::SERVICE_UNAVAILABLE, &text);
         }
         Err(_) => return refusal(StatusCode::INTERNAL_SERVER_ERROR, CLEAR_FAILED),
@@ -422,7 +422,7 @@ async fn delete_objects(body: Bytes) -> Response {
 }
 
 /// Checksums of a worker's own blocks, which `lmcache bench server` compares before and after.
-/// LMCache answers with MD5; these are XXH3-128, as long and faster, and as good for comparing.
+/// LMCache answers with MD5; lmc uses XXH3-128, which has the same length and is faster.
 async fn checksums(State(http): Shared, body: Bytes) -> Response {
     let asked: Value = match serde_json::from_slice(&body) {
         Ok(asked @ Value::Object(_)) => asked,
@@ -440,7 +440,7 @@ async fn checksums(State(http): Shared, body: Bytes) -> Response {
         return refused("block_ids is required: a list of block ids");
     };
     let Some(per_chunk) = asked["chunk_size"].as_u64().filter(|blocks| *blocks > 0) else {
-        return refused("chunk_size must be positive: the blocks of a chunk");
+        return refused("chunk_size must be positive: it is the number of blocks in a chunk");
     };
     if asked["layerwise"] == true {
         return refusal(
@@ -452,13 +452,13 @@ async fn checksums(State(http): Shared, body: Bytes) -> Response {
     let id = &asked["instance_id"];
     let of_text = || id.as_str()?.parse().ok();
     let instance = id.as_u64().or_else(of_text).unwrap_or(0);
-    // One at a time: it copies gigabytes, and the engines' copies come first.
+    // One request at a time: it copies gigabytes, and the engines' copies have priority.
     let Ok(permit) = Arc::clone(&http.inspections).try_acquire_owned() else {
-        let text = "another request for checksums is under way: ask again when it is over";
+        let text = "another request for checksums is under way: ask again when it has ended";
         return refusal(StatusCode::TOO_MANY_REQUESTS, text);
     };
     let service = http.service.clone();
-    // Dropped with this handler, also when the client is gone or the deadline over.
+    // Dropped with this handler, also when the client is gone or the deadline has passed.
     let (waits, gone) = oneshot::channel::<()>();
     let found = tokio::task::spawn_blocking(move || {
         let _permit = permit;
@@ -489,14 +489,14 @@ async fn checksums(State(http): Shared, body: Bytes) -> Response {
     }
 }
 
-/// Returns the usage and quota of a tenant that was named before. Asking must not name one, or anybody
-/// could fill the table.
+/// Returns the usage and quota of a tenant that is already known. A question must not add a tenant:
+/// otherwise any client could fill the table.
 fn tenant(http: &Http, salt: &Salt) -> Option<TenantStatus> {
     let id = http.service.known_tenant(salt)?;
     Some(http.service.engine().tenant(id))
 }
 
-/// An answer would confirm a salt that was guessed, so only trusted users get one.
+/// Answers trusted users only: an answer would confirm a guessed salt.
 async fn quota(
     State(http): Shared,
     Extension(user): Extension<ConnectionUser>,
@@ -536,7 +536,7 @@ async fn set_quota(State(http): Shared, Path(salt): Path<String>, body: Bytes) -
     let known = tenant(&http, &salt).is_some_and(|tenant| tenant.quota.is_some());
     if !known && count_quotas(&http) >= MAX_QUOTAS {
         return refused(format!(
-            "{MAX_QUOTAS} salts have a quota, which is the most there may be: remove one with \
+            "{MAX_QUOTAS} salts have a quota, which is the limit: remove a quota with \
              DELETE /quota/SALT"
         ));
     }
@@ -559,12 +559,12 @@ fn count_quotas(http: &Http) -> usize {
         .count()
 }
 
-/// Runs on a thread that may block: a change walks the index, and is written to a file. Returns true if
-/// a restart finds it.
+/// Changes a quota on a thread that may block: the change walks the index, and is written to a file.
+/// Returns true if the change lasts over a restart.
 async fn change_quota(http: &Http, salt: &Salt, quota: Option<u64>) -> bool {
     let (reload, salt) = (Arc::clone(&http.reload), salt.clone());
     let changed = tokio::task::spawn_blocking(move || reload.set_quota(&salt, quota));
-    // It fails by a panic only, which is printed where it happens.
+    // It fails only by a panic, which prints its own message.
     changed.await.unwrap_or(false)
 }
 

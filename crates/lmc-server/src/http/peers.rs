@@ -1,4 +1,4 @@
-//! Peers: their state, and copies to them on an operator's order.
+//! Peers: their state, and copies to them that an operator orders.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 
 use super::{Http, Shared, refusal, state_of};
 
-/// Pause before a peer that still reads for an earlier order is asked again, and how often it is.
+/// Pause before a peer that still reads for an earlier order is asked again, and the number of tries.
 const BUSY: (Duration, u32) = (Duration::from_millis(500), 60);
 
 /// The copy that was ordered last.
@@ -32,9 +32,9 @@ pub(super) struct Copy {
     bytes: u64,
     /// Chunks that the peer was ordered to read so far.
     ordered: u64,
-    /// Chunks of those that the peer has in memory.
+    /// Ordered chunks that the peer has in memory.
     copied: u64,
-    /// `None` while it goes on.
+    /// `None` while the copy goes on.
     end: Option<Result<(), String>>,
 }
 
@@ -62,7 +62,7 @@ pub(super) fn routes() -> Router<Arc<Http>> {
 fn no_peers() -> Response {
     refusal(
         StatusCode::NOT_FOUND,
-        "this server has no peers: `lmc serve --p2p-listen HOST:PORT` gives it some",
+        "this server has no peers: start it with --p2p-listen HOST:PORT",
     )
 }
 
@@ -130,7 +130,7 @@ async fn copy(State(http): Shared, body: Bytes) -> Response {
     {
         let mut last = http.copy.lock();
         if last.as_ref().is_some_and(|copy| copy.end.is_none()) {
-            let text = "a copy is under way: GET /peers/copy shows how far it is";
+            let text = "a copy is under way: GET /peers/copy shows its progress";
             return refusal(StatusCode::CONFLICT, text);
         }
         *last = Some(begun);
@@ -152,12 +152,12 @@ fn peer_named(peers: &P2pBackend, name: &str) -> Result<(String, PeerId), Refuse
     match &peers.node().peers_named(name)[..] {
         [id] => Ok((name.to_owned(), id.clone())),
         [] => {
-            let text = format!("no connected peer is {name:?}: `lmc peers` lists them");
+            let text = format!("no connected peer is named {name:?}: `lmc peers` lists the peers");
             Err((StatusCode::NOT_FOUND, text))
         }
         several => {
             let count = several.len();
-            let text = format!("{count} peers are {name:?}: name one by its address or its id");
+            let text = format!("{count} peers are named {name:?}: name one by its address or its id");
             Err((StatusCode::CONFLICT, text))
         }
     }
@@ -177,14 +177,14 @@ fn wanted_spaces(http: &Http, asked: &Value) -> Result<Option<HashSet<SpaceId>>,
     match found.is_empty() {
         true => {
             let text =
-                "no live space of this server is of that model and id: `lmc peers` lists them";
+                "this server has no live space of that model and id: `lmc peers` lists the spaces";
             Err((StatusCode::NOT_FOUND, text.to_owned()))
         }
         false => Ok(Some(found)),
     }
 }
 
-/// Returns a quarter of a peer's memory: what its promotions hold at a time, at most.
+/// Returns a quarter of a peer's memory, the most that its promotions hold at a time.
 fn quarter_of_pool(peers: &P2pBackend, id: &PeerId) -> u64 {
     let status = peers.node().status();
     let peer = status.peers.iter().find(|peer| peer.id == id.as_str());

@@ -1,4 +1,4 @@
-//! Health of the engines' side: asked over a connection of its own, as engines ask.
+//! Health of the engines' side, checked over a separate connection, as engines ask.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use tokio::sync::Semaphore;
 
 /// Timeout of the engines' socket and of the service's state.
 const DEADLINE: Duration = Duration::from_secs(2);
-/// Looks that may be stuck at a time; a stuck server must not eat a thread for every scrape.
+/// Checks that may be stuck at a time; a stuck server must not use a thread for every scrape.
 const AT_ONCE: usize = 8;
 
-/// Looks at a service from outside.
+/// Checks a service from outside.
 #[derive(Debug, Clone)]
 pub(crate) struct Probe {
     service: Service,
@@ -23,7 +23,7 @@ pub(crate) struct Probe {
 impl Probe {
     /// Makes the probe of a service whose engines connect to `engines`.
     pub(super) fn new(service: Service, mut engines: SocketAddr) -> Self {
-        // A wildcard is where one listens, not where one connects.
+        // A wildcard address is for listening; connections need an address.
         match engines {
             SocketAddr::V4(v4) if v4.ip().is_unspecified() => {
                 engines.set_ip(Ipv4Addr::LOCALHOST.into());
@@ -41,7 +41,7 @@ impl Probe {
         }
     }
 
-    /// Returns a probe that the looks of this one do not hold up.
+    /// Returns a probe that does not wait for the checks of this one.
     pub(crate) fn alone(&self) -> Self {
         Self {
             free: Arc::new(Semaphore::new(AT_ONCE)),
@@ -49,7 +49,7 @@ impl Probe {
         }
     }
 
-    /// Asks the engines' own socket, then for the state behind it. The state, or what is stuck.
+    /// Asks the engines' own socket, then the state behind it. Returns the state, or names what is stuck.
     pub(crate) async fn run(&self) -> Result<ServiceStatus, String> {
         self.engines().await?;
         self.status().await
@@ -69,14 +69,14 @@ impl Probe {
         }
     }
 
-    /// The state of the service.
+    /// Returns the state of the service.
     pub(crate) async fn status(&self) -> Result<ServiceStatus, String> {
         let service = self.service.clone();
         self.within_deadline("the service", move || service.status(Instant::now()))
             .await
     }
 
-    /// Runs what may block where it cannot hold up the runtime.
+    /// Runs a check that may block on a thread for blocking work.
     async fn within_deadline<T: Send + 'static>(
         &self,
         what: &str,
@@ -89,7 +89,7 @@ impl Probe {
                 .await
                 .expect("the semaphore is never closed");
             tokio::task::spawn_blocking(move || {
-                // Goes back when the look ends, however late that is.
+                // Released when the check ends, also after the deadline.
                 let _permit = permit;
                 look()
             })

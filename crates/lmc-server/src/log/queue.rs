@@ -1,7 +1,7 @@
 //! A bounded queue of log lines, and the thread that writes them.
 //!
-//! Stderr may be a pipe without a reader: a write to it then never returns. Only this queue's
-//! thread may wait for it. Lines that find the queue full are dropped and counted.
+//! Stderr may be a pipe without a reader: a write to it then never returns. Only this queue's thread
+//! may wait for it. When the queue is full, lines are dropped and counted.
 
 use std::collections::VecDeque;
 use std::io::{self, Write};
@@ -29,7 +29,7 @@ struct Waiting {
     lines: VecDeque<Vec<u8>>,
     bytes: usize,
     is_writing: bool,
-    /// Lines that found the queue full since the last warning.
+    /// Lines dropped since the last warning because the queue was full.
     overflowed: u64,
 }
 
@@ -63,13 +63,12 @@ impl LineQueue {
         self.pushed.notify_one();
     }
 
-    /// Lines that were not written: the queue was full, or the write failed.
+    /// Returns the number of lines that were not written: the queue was full, or the write failed.
     pub(super) fn dropped(&self) -> u64 {
         self.dropped.load(Ordering::Relaxed)
     }
 
-    /// Waits until every queued line is written, for `timeout` at most. Returns false at the
-    /// timeout.
+    /// Waits until every queued line is written, at most `timeout`. Returns false at the timeout.
     pub(super) fn flush(&self, timeout: Duration) -> bool {
         let mut waiting = self.waiting.lock();
         let is_busy = |waiting: &mut Waiting| waiting.is_writing || !waiting.lines.is_empty();
@@ -77,7 +76,7 @@ impl LineQueue {
         !is_busy(&mut waiting)
     }
 
-    /// Writes lines for ever.
+    /// Writes lines forever.
     pub(super) fn write_to(&self, mut writer: impl Write) -> ! {
         loop {
             let line = self.next();
@@ -145,7 +144,7 @@ mod tests {
 
     use super::*;
 
-    /// A writer that sends what it is given, and waits where the channel is full.
+    /// A writer that sends its lines to a channel, and waits while the channel is full.
     struct Slow(mpsc::SyncSender<Vec<u8>>);
 
     impl Write for Slow {

@@ -1,4 +1,4 @@
-//! The body of an answer on its way from an engine to a client.
+//! The body of an answer that is passed on from an engine to a client.
 
 use std::fmt;
 use std::future::poll_fn;
@@ -13,7 +13,7 @@ use tokio::time::{Instant, Sleep};
 use super::engines::{Engine, Engines, InFlight};
 use super::warm::PromptBlocks;
 
-/// Passes bytes on as they come, and fails when none come for too long. The engine counts as in use
+/// Passes bytes on as they arrive, and fails when none arrive for too long. The engine counts as in use
 /// until the end.
 pub(super) struct Relayed {
     from: Incoming,
@@ -40,7 +40,7 @@ impl Relayed {
     }
 }
 
-/// The prompt that an engine has in its cache once its answer has ended.
+/// The prompt that an engine has in its cache after the end of its answer.
 pub(super) struct HadAtEnd {
     pub(super) engines: Arc<Engines>,
     pub(super) engine: Arc<Engine>,
@@ -56,7 +56,7 @@ impl Relayed {
     }
 }
 
-/// A body of which the first part has come; without one if it is empty.
+/// A body whose first part has arrived; an empty body has none.
 pub(super) struct Begun {
     first: Option<Result<Frame<Bytes>, axum::Error>>,
     rest: axum::body::Body,
@@ -101,7 +101,7 @@ impl Body for Begun {
     }
 }
 
-/// Why the rest of an answer does not come.
+/// Reason why the rest of an answer does not arrive.
 #[derive(Debug)]
 pub(super) enum BrokenOff {
     Engine(hyper::Error),
@@ -133,13 +133,13 @@ impl Body for Relayed {
             match &frame {
                 Some(Err(_)) => this.had = None,
                 None => this.note_end(),
-                // The server may not ask for more.
+                // The server may not poll again after the last frame.
                 Some(Ok(_)) if this.from.is_end_stream() => this.note_end(),
                 Some(Ok(_)) => {}
             }
             return Poll::Ready(frame.map(|frame| frame.map_err(BrokenOff::Engine)));
         }
-        // A client that does not read polls nothing; the bounds of its connection end that.
+        // If the client does not read, this is not polled; the limits of its connection end it.
         match this.deadline.as_mut().poll(cx) {
             Poll::Ready(()) => Poll::Ready(Some(Err(BrokenOff::Idle(this.idle)))),
             Poll::Pending => Poll::Pending,

@@ -1,4 +1,5 @@
-//! Requests to prefill engines: the prompt, and one token; and what both engines are to know of each other.
+//! Requests to prefill engines, with the prompt and one token to generate, and the entries by which the
+//! servers of both engines know each other.
 
 use serde_json::Value;
 use serde_json::value::RawValue;
@@ -7,7 +8,7 @@ use super::counters::Prefill;
 use super::fields::Fields;
 use super::warm::PromptBlocks;
 
-/// Fields that concern the answer alone.
+/// Fields that concern only the answer.
 const OF_THE_ANSWER: [&str; 8] = [
     "stream_options",
     "min_tokens",
@@ -19,7 +20,7 @@ const OF_THE_ANSWER: [&str; 8] = [
     "length_penalty",
 ];
 
-/// Further fields that make no part of the prompt.
+/// Further fields that are not a part of the prompt.
 const OF_THE_SAMPLING: [&str; 20] = [
     "max_tokens",
     "max_completion_tokens",
@@ -46,8 +47,8 @@ const OF_THE_SAMPLING: [&str; 20] = [
 /// Fields with which an engine does not read its cache.
 const WITHOUT_CACHE: [&str; 2] = ["prompt_logprobs", "echo"];
 
-/// Returns the names of the fields that make the prompt, those first that a conversation keeps, and whether
-/// it is a chat.
+/// Returns the names of the fields that make the prompt, with the fields first that a conversation keeps,
+/// and whether the request is a chat.
 fn prompt_fields(path: &str) -> (&'static [&'static str], bool) {
     match path {
         "/v1/chat/completions" => (&["tools", "documents", "messages"], true),
@@ -55,7 +56,7 @@ fn prompt_fields(path: &str) -> (&'static [&'static str], bool) {
     }
 }
 
-/// Returns the blocks of a request's prompt; none where the body cannot be read.
+/// Returns the blocks of a request's prompt; none if the body cannot be read.
 pub(super) fn blocks(path: &str, body: &[u8], seed: u64) -> PromptBlocks {
     let fields = Fields::read(body);
     let is_apart = |name: &str| OF_THE_ANSWER.contains(&name) || OF_THE_SAMPLING.contains(&name);
@@ -64,13 +65,13 @@ pub(super) fn blocks(path: &str, body: &[u8], seed: u64) -> PromptBlocks {
     blocks.unwrap_or_default()
 }
 
-/// Returns the body of the request to a prefill engine. What makes the prompt is passed on byte for
+/// Returns the body of the request to a prefill engine. The fields of the prompt are passed on byte for
 /// byte: a chat's template shows the fields of tools in the order in which the client wrote them.
 ///
 /// # Errors
-/// Why the request goes to a decode engine alone.
+/// The reason why the request goes to a decode engine only.
 pub(super) fn clip(path: &str, body: &[u8], min_prompt: usize) -> Result<Vec<u8>, Prefill> {
-    // What is wrong with it, the decode engine says.
+    // The decode engine answers with the reason.
     let fields = Fields::read(body).map_err(|_| Prefill::Refused)?;
     let (prompt, is_chat) = prompt_fields(path);
     if fields.len(prompt) < min_prompt {
@@ -81,7 +82,7 @@ pub(super) fn clip(path: &str, body: &[u8], min_prompt: usize) -> Result<Vec<u8>
     }
     let mut set = vec![("max_tokens", "1"), ("n", "1"), ("stream", "false")];
     if is_chat {
-        // It goes before the other where an engine knows both.
+        // An engine that knows both uses this one.
         set.push(("max_completion_tokens", "1"));
     }
     let removed = OF_THE_ANSWER.iter().chain(&WITHOUT_CACHE);
@@ -90,31 +91,31 @@ pub(super) fn clip(path: &str, body: &[u8], min_prompt: usize) -> Result<Vec<u8>
 
 /// Name of the field that an engine passes on to its connector.
 const TRANSFER: &str = "kv_transfer_params";
-/// Start of the names in it that concern prefill and decode.
+/// Prefix of the names in this field that concern prefill and decode.
 const OF_LEGS: &str = "lmcache.pd.";
 
-/// Entries with which the servers beside both engines of a request know of each other.
+/// Entries by which the servers of a request's two engines know each other.
 pub(super) struct PairHints<'a> {
-    /// Name of the server beside the decode engine, to which the other one pushes.
+    /// Name of the decode engine's server, to which the prefill engine's server pushes.
     pub(super) to: Option<&'a str>,
-    /// Present where both engines get the request at once.
+    /// Present if both engines get the request at the same time.
     pub(super) wait: Option<SourceWait<'a>>,
 }
 
-/// A wait of the server beside the decode engine for the one beside the prefill engine.
+/// A wait of the decode engine's server for the prefill engine's server.
 pub(super) struct SourceWait<'a> {
-    /// Id of the request at both.
+    /// Id of the request at both servers.
     pub(super) id: &'a str,
-    /// Name of the server beside the prefill engine.
+    /// Name of the prefill engine's server.
     pub(super) peer: &'a str,
-    /// Time for which the server beside the decode engine waits for that one.
+    /// Time for which the decode engine's server waits, in milliseconds.
     pub(super) wait_ms: u64,
 }
 
 impl PairHints<'_> {
-    /// Returns the body of the request to the prefill engine, given as it is clipped, and, where it gets
-    /// one at once, that of the request to the decode engine, given as the client wrote it. `None` where
-    /// the client's own entries for connectors are not an object.
+    /// Returns the body for the prefill engine, made from the clipped body, and the body for the decode
+    /// engine, made from the client's body, if the decode engine gets the request at the same time. Returns
+    /// `None` if the client's own entries for connectors are not an object.
     pub(super) fn bodies(&self, clipped: &[u8], body: &[u8]) -> Option<(Vec<u8>, Option<Vec<u8>>)> {
         let text = |text: &str| Value::from(text).to_string();
         let id = self
@@ -135,10 +136,10 @@ impl PairHints<'_> {
 }
 
 /// Returns a client's body without its entries about prefill and decode, which would make servers wait for
-/// others or push to them; `None` where it has none.
+/// peers or push to them; `None` if the body has no such entries.
 ///
 /// # Errors
-/// The body is no object, or it or its entries for the connector have too many fields.
+/// The body is not an object, or it or its entries for the connector have too many fields.
 pub(super) fn without_hints(body: &[u8]) -> Result<Option<Vec<u8>>, serde_json::Error> {
     let fields = Fields::read(body)?;
     let mut has_hints = false;
@@ -152,8 +153,8 @@ pub(super) fn without_hints(body: &[u8]) -> Result<Option<Vec<u8>>, serde_json::
     Ok(has_hints.then(|| with_entries(body, &[])).flatten())
 }
 
-/// Returns a body with these entries for the engine's connector besides those of the client, whose own
-/// ones about prefill and decode are left out.
+/// Returns a body with these entries for the engine's connector, in addition to the client's entries except
+/// those about prefill and decode.
 fn with_entries(body: &[u8], set: &[(&str, String)]) -> Option<Vec<u8>> {
     let fields = Fields::read(body).ok()?;
     let known = fields.get(TRANSFER).map_or("null", RawValue::get);
@@ -211,8 +212,8 @@ mod tests {
         assert_eq!(clipped("/v1/chat/completions", &asked), wanted);
     }
 
-    /// Until a review, keys were sorted and large numbers rounded: another prompt, where tools are
-    /// a part of it.
+    /// Before a review, keys were sorted and large numbers rounded, which changed prompts that contain
+    /// tools.
     #[test]
     fn what_makes_the_prompt_is_passed_on_byte_for_byte() {
         let tools = r#"[ {"type":"function", "b":{"zeta":1,"alpha":12345678901234567890123}} ]"#;
@@ -225,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn both_engines_are_given_an_id_and_one_the_others_name_besides_what_the_client_said() {
+    fn both_engines_get_an_id_and_one_gets_the_others_name_next_to_the_clients_entries() {
         let hints = |to| PairHints {
             to,
             wait: Some(SourceWait {
@@ -251,7 +252,7 @@ mod tests {
             both(r#"{"a":-0,"b":[1 ,2],"#, "")
         );
         assert_eq!(bodies(r#"{"kv_transfer_params":null}"#), both("{", ""));
-        // Byte for byte: the value is a part of the names of chunks.
+        // Byte for byte: the value is a part of the keys of chunks.
         let tag = r#""lmcache.tag.a":12345678901234567890123"#;
         let body = format!(
             "{{\"kv_transfer_params\":{{{tag},\"lmcache.pd.source\":\"other\",\"lmcache.pd.x\":1}},\"n\":2}}"
@@ -282,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_of_clients_about_prefill_and_decode_are_left_out() {
+    fn entries_of_clients_about_prefill_and_decode_are_removed() {
         let kept = |body: &str| {
             let body = without_hints(body.as_bytes()).expect("an object")?;
             Some(String::from_utf8(body).expect("text"))
@@ -302,7 +303,7 @@ mod tests {
                 format!(r#"{{"n":2,"kv_transfer_params":{{"{name}":"x","lmcache.tag.a":-0}}}}"#);
             assert_eq!(kept(&body).as_deref(), Some(wanted));
         }
-        // An engine may read more than this does.
+        // An engine may read more fields than the proxy does.
         let many: Vec<String> = (0..=MAX_FIELDS).map(|at| format!("\"{at}\":0")).collect();
         let many = format!("{{{}}}", many.join(","));
         let entries = format!("{{\"kv_transfer_params\":{many}}}");
@@ -312,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn short_prompts_and_what_is_no_request_go_to_a_decode_engine_alone() {
+    fn short_prompts_and_invalid_requests_go_to_a_decode_engine_only() {
         let decided = |path, body: &str| clip(path, body.as_bytes(), 100).map(drop);
         let (text, chat) = ("/v1/completions", "/v1/chat/completions");
         for wrong in [

@@ -6,22 +6,22 @@ use std::time::Duration;
 
 use super::engines::{Engine, Engines};
 
-/// End of a request's way through a prefill engine.
+/// Outcome of a request's prefill.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Prefill {
     /// A prefill engine has computed the prompt.
     Done,
     /// The prompt is short.
     Short,
-    /// The decode engine would not read its cache for it.
+    /// The decode engine would not read its cache for the request.
     Uncached,
     /// The decode engine had nearly all of the prompt.
     Warm,
-    /// No request, or one that the prefill engine refused; the decode engine says why.
+    /// The request is invalid, or the prefill engine refused it; the decode engine answers with the reason.
     Refused,
     /// No prefill engine answered.
     Failed,
-    /// None answered in time.
+    /// No prefill engine answered in time.
     Late,
 }
 
@@ -38,7 +38,7 @@ const OUTCOMES: [(Prefill, &str); 7] = [
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     outcomes: [AtomicU64; OUTCOMES.len()],
-    /// Time of the prefills that were done.
+    /// Time of the successful prefills.
     prefill_micros: AtomicU64,
 }
 
@@ -47,7 +47,7 @@ impl Counters {
         self.outcomes[outcome as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a prefill that was done in this time.
+    /// Counts a successful prefill and its time.
     pub(super) fn count_done(&self, took: Duration) {
         self.count(Prefill::Done);
         let micros = took.as_micros() as u64;
@@ -61,19 +61,19 @@ const OF_ENGINES: [OfEngines; 3] = [
     (
         "lmc_proxy_engine_requests_total",
         "counter",
-        "Requests to an engine, also those that it could not be sent.",
+        "Requests to an engine, including requests that could not be sent to it.",
         |engine| engine.counts().1,
     ),
     (
         "lmc_proxy_engine_failures_total",
         "counter",
-        "Requests that an engine failed: it could not be reached, broke off, gave no answer in time, or answered that it cannot.",
+        "Requests that failed at an engine: it could not be reached, broke off, gave no answer in time, or answered with an error of its own.",
         |engine| engine.counts().2,
     ),
     (
         "lmc_proxy_engine_in_flight",
         "gauge",
-        "Requests of an engine that are under way.",
+        "Requests to an engine that are under way.",
         |engine| engine.counts().0 as u64,
     ),
 ];
@@ -85,7 +85,7 @@ pub(super) fn page(counters: &Counters, prefill: &Engines, decode: &Engines) -> 
         let _ = writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}");
     };
     let name = "lmc_proxy_requests_total";
-    let help = "Requests of clients, by what became of their prefill.";
+    let help = "Requests of clients, by the outcome of their prefill.";
     head(&mut page, name, "counter", help);
     for ((_, outcome), count) in OUTCOMES.iter().zip(&counters.outcomes) {
         let count = count.load(Ordering::Relaxed);
@@ -96,7 +96,7 @@ pub(super) fn page(counters: &Counters, prefill: &Engines, decode: &Engines) -> 
         &mut page,
         name,
         "counter",
-        "Time of the prefills that were done.",
+        "Time of the successful prefills.",
     );
     let seconds = counters.prefill_micros.load(Ordering::Relaxed) as f64 / 1e6;
     let _ = writeln!(page, "{name} {seconds}");

@@ -1,4 +1,4 @@
-//! The engines behind the proxy: which of them is asked next.
+//! The engines behind the proxy, and the order in which they are asked.
 
 use std::cmp::Reverse;
 use std::fmt;
@@ -18,7 +18,8 @@ use super::warm::{HadPrompts, PromptBlocks};
 /// Time for which an engine that has failed is asked after the others.
 const PENALTY: Duration = Duration::from_secs(5);
 
-/// Requests that an engine which had a prompt may have under way beyond those of the engine with the fewest.
+/// Number of requests by which an engine that had a prompt may exceed the least loaded engine and still be
+/// preferred.
 const SPARE_LOAD: usize = 2;
 
 /// Address of an engine: `http://HOST:PORT`.
@@ -32,31 +33,31 @@ impl FromStr for EngineUrl {
         let url = text.trim_end_matches('/');
         let url = url.strip_suffix("/v1").unwrap_or(url);
         let Some(authority) = url.strip_prefix("http://") else {
-            return Err("an engine's address begins with http://".to_owned());
+            return Err("expected an engine's address that begins with http://".to_owned());
         };
         match authority.parse::<axum::http::uri::Authority>() {
             Ok(parsed) if parsed.port().is_some() && !authority.contains('@') => {
                 Ok(Self(url.to_owned()))
             }
-            _ => Err("an engine's address is http://HOST:PORT".to_owned()),
+            _ => Err("expected an engine's address as http://HOST:PORT".to_owned()),
         }
     }
 }
 
-/// One engine, and what became of the requests to it.
+/// One engine, with the counts of the requests to it.
 #[derive(Debug)]
 pub(super) struct Engine {
-    /// Index among those of its role.
+    /// Index among the engines of its role.
     index: usize,
     url: String,
     /// Name or address of the engine's server, as other servers know it.
     peer: Option<String>,
     in_flight: AtomicUsize,
-    /// Requests that it was chosen for, and that it was not sent yet.
+    /// Requests for which it was chosen and that were not sent to it yet.
     chosen: AtomicUsize,
     requests: AtomicU64,
     failures: AtomicU64,
-    /// Until then it is asked after others.
+    /// Time until which it is asked after the other engines.
     down_until: Mutex<Option<Instant>>,
 }
 
@@ -66,7 +67,7 @@ impl fmt::Display for Engine {
     }
 }
 
-/// An engine that will be sent a request, until this is dropped.
+/// An engine that was chosen for a request. Dropping this ends the choice.
 #[derive(Debug)]
 pub(super) struct Chosen(Arc<Engine>);
 
@@ -88,7 +89,7 @@ impl Drop for Chosen {
     }
 }
 
-/// A request to an engine that is under way, until it is dropped.
+/// A request under way to an engine. Dropping this ends it.
 #[derive(Debug)]
 pub(super) struct InFlight(Arc<Engine>);
 
@@ -124,18 +125,18 @@ impl Engine {
         self.peer.as_deref()
     }
 
-    /// Notes that it has answered.
+    /// Records that the engine has answered.
     pub(super) fn note_answer(&self) {
         *self.down_until.lock() = None;
     }
 
-    /// Notes that it has failed. Returns true if it was well before.
+    /// Records that the engine has failed. Returns true if it had not failed before.
     pub(super) fn note_failure(&self, now: Instant) -> bool {
         self.failures.fetch_add(1, Ordering::Relaxed);
         self.down_until.lock().replace(now + PENALTY).is_none()
     }
 
-    /// Requests under way, and those that it was chosen for.
+    /// Returns the number of requests under way and of requests that it was chosen for.
     fn load(&self) -> usize {
         self.in_flight.load(Ordering::Relaxed) + self.chosen.load(Ordering::Relaxed)
     }
@@ -149,7 +150,7 @@ impl Engine {
         self.down_until.lock().is_some_and(|until| now < until)
     }
 
-    /// Requests under way, all requests, and those that failed.
+    /// Returns the numbers of requests under way, of all requests, and of failed requests.
     pub(super) fn counts(&self) -> (usize, u64, u64) {
         (
             self.in_flight.load(Ordering::Relaxed),
@@ -175,7 +176,7 @@ impl fmt::Display for Engines {
 }
 
 impl Engines {
-    /// The engines at these addresses, the first ones with these servers beside them.
+    /// Creates the engines at these addresses, with the servers of the first of them.
     pub(super) fn new(urls: &[EngineUrl], peers: &[String]) -> Self {
         let mut peers = peers.iter();
         let engine = |(index, EngineUrl(url)): (usize, &EngineUrl)| {
@@ -197,18 +198,18 @@ impl Engines {
         }
     }
 
-    /// Returns the engines in the order in which they are to be asked for a prompt. Engines that have failed
-    /// just now come last. Before the others comes the engine that had most of the prompt, unless it has
-    /// more to do than they; then follow the engines by the number of requests under way, and equal ones by
-    /// turns.
+    /// Returns the engines in the order in which they are to be asked for a prompt. First comes the engine
+    /// that had most of the prompt, unless it is much busier than others. Then follow the other engines by
+    /// the number of requests under way; engines with equal numbers take turns. Engines that failed just now
+    /// come last.
     pub(super) fn order(&self, prompt: &PromptBlocks, now: Instant) -> Vec<Arc<Engine>> {
         let turn = self.turn.fetch_add(1, Ordering::Relaxed);
         let (order, _) = self.sorted(turn, prompt, now);
         order.into_iter().cloned().collect()
     }
 
-    /// Returns the engines in the order in which they are to be asked at a turn, and how many leading
-    /// blocks of the prompt the first of them had.
+    /// Returns the engines in the order in which they are to be asked at a turn, and the number of leading
+    /// blocks of the prompt that the first engine had.
     fn sorted(
         &self,
         turn: usize,
@@ -220,7 +221,7 @@ impl Engines {
         if !order.is_empty() {
             order.rotate_left(turn % self.all.len());
         }
-        // One that has failed has no requests.
+        // A failed engine has no requests, and would count as the least loaded.
         let answering = self.all.iter().filter(|engine| !engine.has_failed());
         let least = answering.map(|engine| engine.load()).min();
         let most = least.unwrap_or(usize::MAX - SPARE_LOAD) + SPARE_LOAD;
@@ -263,7 +264,7 @@ impl Engines {
         is_warm.then(|| Chosen::new(Arc::clone(first)))
     }
 
-    /// Notes that an engine has a prompt in its cache now.
+    /// Records that an engine has a prompt in its cache now.
     pub(super) fn note_had(&self, engine: &Engine, prompt: &PromptBlocks, now: Instant) {
         self.had.note(engine.index, prompt, now);
     }
@@ -323,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_that_is_chosen_for_later_counts_as_loaded_and_is_asked_first_then() {
+    fn an_engine_that_is_chosen_for_later_counts_as_loaded_and_is_then_asked_first() {
         let urls = ["http://a:1", "http://b:1"].map(|url| url.parse().expect(url));
         let peers = ["alpha", "beta"].map(str::to_owned);
         let (engines, now) = (Engines::new(&urls, &peers), Instant::now());
@@ -349,7 +350,7 @@ mod tests {
         b.note_failure(now);
         let order = ["http://a:1", "http://b:1"];
         assert_eq!(names(engines.order_after(other, now)), order);
-        // Where none is chosen, the order is that of equals by turns.
+        // If none is chosen, equal engines take turns.
         let engines = Engines::new(&urls, &[]);
         for first in ["http://a:1", "http://b:1", "http://a:1"] {
             assert!(engines.choose(&new, now).is_none());
@@ -381,7 +382,7 @@ mod tests {
         assert_eq!(
             engines.order(&new, now).len(),
             3,
-            "they are asked all the same"
+            "failed engines are asked, too"
         );
         engines.all[1].note_answer();
         assert_eq!(first(now), "http://b:1");
@@ -404,7 +405,7 @@ mod tests {
         assert_eq!(turns, ["http://b:1"; 3]);
         assert_eq!(warm(1024).as_deref(), Some("http://b:1"));
         assert_eq!(warm(0), None, "asked for by --min-prompt 0");
-        // One that does not answer is idle.
+        // An engine that does not answer has no requests.
         c.note_failure(now);
         let _busy: Vec<InFlight> = (0..=SPARE_LOAD).map(|_| b.begin()).collect();
         assert_eq!((first(), warm(1024)), ("http://a:1".to_owned(), None));

@@ -6,7 +6,7 @@ use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
 use serde_json::Value;
 use serde_json::value::RawValue;
 
-/// Most fields of a request.
+/// Limit on the fields of a request.
 pub(super) const MAX_FIELDS: usize = 256;
 
 /// The fields of a request, in their order, each as the client wrote it.
@@ -44,20 +44,20 @@ impl<'a> Fields<'a> {
         self.0.iter().map(|(name, value)| (&name[..], *value))
     }
 
-    /// Returns the value of a field: the last one, as engines read it.
+    /// Returns the value of a field. Of several fields with the name the last one counts, as for engines.
     pub(super) fn get(&self, name: &str) -> Option<&'a RawValue> {
         let mut fields = self.0.iter().rev();
         fields.find(|(known, _)| known == name).map(|field| field.1)
     }
 
-    /// Returns true if the client has set a field to something.
+    /// Returns true if the client has set a field to a value other than null or false.
     pub(super) fn has(&self, name: &str) -> bool {
         let unset = |value: &RawValue| matches!(value.get(), "null" | "false");
         (self.0.iter()).any(|(known, value)| known == name && !unset(value))
     }
 
-    /// Returns the text of an object with these fields, of which some are set to other values and some
-    /// removed.
+    /// Returns the text of an object with these fields, after the fields of `set` are replaced and those of
+    /// `removed` are removed.
     pub(super) fn with(&self, set: &[(&str, &str)], removed: Vec<&str>) -> Vec<u8> {
         let is_replaced =
             |name: &str| removed.contains(&name) || set.iter().any(|(other, _)| *other == name);
@@ -74,7 +74,7 @@ impl<'a> Fields<'a> {
         text
     }
 
-    /// Bytes of the values of these fields.
+    /// Returns the bytes of the values of these fields.
     pub(super) fn len(&self, names: &[&str]) -> usize {
         let fields = self.0.iter();
         let asked = fields.filter(|(name, _)| names.contains(&&name[..]));

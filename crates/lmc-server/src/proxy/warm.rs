@@ -1,8 +1,8 @@
-//! Prompts that engines had: an engine that had most of a prompt is asked before others, and a prompt of
-//! which a decode engine had nearly all goes to that engine alone.
+//! Prompts that engines had. An engine that had most of a prompt is asked before others. If a decode engine
+//! had nearly all of a prompt, the prompt goes to that engine only.
 //!
-//! Only engines know the tokens of a text, so a prompt is known here by its bytes, as the client wrote
-//! them. An engine that has evicted a prompt since computes it again.
+//! Only engines know the tokens of a text, so prompts are compared here by their bytes, as clients wrote
+//! them. An engine that has evicted a prompt since then computes it again.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -15,18 +15,18 @@ use super::fields::Fields;
 
 /// Bytes of a prompt that have one hash.
 const BLOCK: usize = 1024;
-/// Blocks of one prompt, at most: 4 MiB of text. What follows counts as unknown.
+/// Limit on the blocks of one prompt: 4 MiB of text. The rest of a longer prompt counts as unknown.
 const MAX_BLOCKS_OF_PROMPT: usize = 1 << 12;
-/// Blocks of one generation, at most: 64 MiB of text, in about 2 MiB of memory.
+/// Limit on the blocks of one generation: 64 MiB of text, in about 2 MiB of memory.
 const MAX_BLOCKS: usize = 1 << 16;
-/// Time of one generation. A prompt is remembered for one to two of them.
+/// Time of one generation. A prompt is remembered for one to two generations.
 const GENERATION: Duration = Duration::from_secs(300);
 /// Engines of a role that are distinguished.
 const MAX_ENGINES: usize = u64::BITS as usize;
-/// Part of a prompt that an engine may lack and be asked alone.
+/// An engine that lacks less than this fraction (one eighth) of a prompt may be asked alone.
 const SMALL_PART: usize = 8;
 
-/// The text of a prompt in blocks, each with a hash that stands for all before it too.
+/// The text of a prompt in blocks. The hash of a block also covers all blocks before it.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct PromptBlocks {
     blocks: Vec<u64>,
@@ -35,8 +35,9 @@ pub(super) struct PromptBlocks {
 }
 
 impl PromptBlocks {
-    /// Returns the blocks of a request's prompt. `prompt` names the fields with its text, those first that
-    /// the next turn of a conversation repeats. Others count as a part of it unless `is_apart` picks them.
+    /// Returns the blocks of a request's prompt. `prompt` names the fields with its text, with the fields
+    /// first that the next turn of a conversation repeats. Other fields count as a part of the prompt unless
+    /// `is_apart` picks them.
     pub(super) fn of(
         body: &Fields<'_>,
         prompt: &[&str],
@@ -57,7 +58,7 @@ impl PromptBlocks {
             text.extend_from_slice(&value[..value.len().min(rest)]);
             len += value.len();
         }
-        // The next turn of a conversation goes on in front of the closing bracket.
+        // The next turn of a conversation continues before the closing bracket.
         len = len.saturating_sub(1);
         text.truncate(len);
         let blocks = text.chunks_exact(BLOCK).map(|block| {
@@ -75,8 +76,8 @@ impl PromptBlocks {
         blocks > 0 && 2 * blocks * BLOCK >= self.len
     }
 
-    /// Returns true if few bytes follow the first `blocks` blocks: fewer than `least`, or a small part of
-    /// the prompt.
+    /// Returns true if few bytes follow the first `blocks` blocks: fewer than `least`, or less than an eighth
+    /// of the prompt.
     pub(super) fn is_nearly_all(&self, blocks: usize, least: usize) -> bool {
         let rest = self.len - blocks * BLOCK;
         least > 0 && self.is_most(blocks) && (rest < least || rest < self.len / SMALL_PART)
@@ -90,7 +91,7 @@ type Generation = HashMap<u64, u64>;
 struct Table {
     /// The generation that is written to, and the one before it.
     generations: [Generation; 2],
-    /// Begin of the first one.
+    /// Start of the first generation.
     since: Instant,
 }
 
@@ -108,7 +109,7 @@ impl Table {
     }
 }
 
-/// The prompts that the engines of one role had of late.
+/// The prompts that the engines of one role had recently.
 #[derive(Debug)]
 pub(super) struct HadPrompts(Mutex<Table>);
 
@@ -120,7 +121,7 @@ impl HadPrompts {
         }))
     }
 
-    /// Notes that an engine, by its index, has a prompt in its cache now.
+    /// Records that an engine, by its index, has a prompt in its cache now.
     pub(super) fn note(&self, engine: usize, prompt: &PromptBlocks, now: Instant) {
         if engine >= MAX_ENGINES {
             return;
@@ -144,8 +145,8 @@ impl HadPrompts {
         }
     }
 
-    /// Returns the number of leading blocks of a prompt that each engine had; 0 where that is less than half
-    /// of the prompt, as a start that many prompts share.
+    /// Returns the number of leading blocks of a prompt that each engine had; 0 for less than half of the
+    /// prompt, which may be a prefix that many prompts share.
     pub(super) fn known(&self, engines: usize, prompt: &PromptBlocks, now: Instant) -> Vec<usize> {
         let mut known = vec![0; engines];
         let mut table = self.0.lock();
@@ -201,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_stands_for_all_before_it_and_for_what_else_makes_the_prompt() {
+    fn a_block_covers_all_before_it_and_the_other_fields_of_the_prompt() {
         let whole = PromptBlocks::of_text(&text(10));
         assert_eq!(whole.blocks.len(), 10);
         let start = PromptBlocks::of_text(&text(5));
@@ -259,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn each_engine_had_what_it_was_given_of_late() {
+    fn each_engine_had_its_recent_prompts() {
         let now = Instant::now();
         let had = HadPrompts::new(now);
         let (short, long) = (
@@ -274,7 +275,7 @@ mod tests {
         let known = |now| had.known(MAX_ENGINES + 1, &long, now)[..4].to_vec();
         assert_eq!(known(now), [10, 0, 6, 0], "less than half is none");
         assert_eq!(had.known(MAX_ENGINES + 1, &long, now)[MAX_ENGINES], 0);
-        // One of them has it again, which keeps it for no other.
+        // One engine has it again, which does not extend it for other engines.
         had.note(2, &short, now + GENERATION);
         assert_eq!(known(now + GENERATION), [10, 0, 6, 0]);
         assert_eq!(known(now + 2 * GENERATION), [0, 0, 6, 0]);
@@ -286,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_remembered_of_prompts_is_bounded() {
+    fn the_memory_for_prompts_is_bounded() {
         let now = Instant::now();
         let had = HadPrompts::new(now);
         for number in 0..3 * MAX_BLOCKS / MAX_BLOCKS_OF_PROMPT {

@@ -1,10 +1,10 @@
-//! Descriptors that a program does not inherit.
+//! Descriptors that a child process does not inherit.
 
-/// Keeps all descriptors from the programs that this process starts, but for the standard ones: those
-/// that it has inherited itself may be pipes that end once no process has them. Where the system does
-/// not allow that, nothing changes.
+/// Closes all descriptors except the standard ones in the programs that this process starts: some may be
+/// inherited pipes, which end only when no process has them. If the system does not allow that, nothing
+/// changes.
 pub(super) fn keep_descriptors() {
-    // SAFETY: no descriptor is closed, and the flag changes none of this process.
+    // SAFETY: the call closes no descriptor of this process; it only sets the close-on-exec flag.
     unsafe {
         libc::syscall(
             libc::SYS_close_range,

@@ -1,4 +1,4 @@
-//! `lmc advise`: the hit ratio that other sizes of the cache would have given.
+//! `lmc advise`: the hit ratios that other cache sizes would have had.
 
 use std::fmt::Write;
 
@@ -8,11 +8,11 @@ use super::format::{bytes, number, percent};
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
-A sample of the chunks that prompts asked for is followed since the start. Shown is the share of them that
-caches in LRU order would have found, by their size: what memory alone finds, memory with drives, and
-more. Peers and shared stores are not in it.";
+The server follows a sample of the requested chunks since its start. The output is the share of these
+chunks that LRU caches of several sizes would have found: the size of memory alone, of memory with drives,
+and more. Peers and shared stores do not count.";
 
-/// Uses of followed chunks below which nothing is said.
+/// Uses of followed chunks below which there is no estimate.
 const LEAST_FOLLOWED: f64 = 1000.0;
 /// Columns of the widest bar.
 const BAR: f64 = 40.0;
@@ -21,7 +21,7 @@ pub(super) fn table(answer: &Value) -> String {
     let followed = number(&answer["followed"]);
     if followed < LEAST_FOLLOWED {
         return format!(
-            "too few chunks were asked for to say: {followed} of {LEAST_FOLLOWED}; ask again later\n"
+            "too few chunks were requested for an estimate: {followed} of {LEAST_FOLLOWED}; ask again later\n"
         );
     }
     let sizes = answer["sizes"]
@@ -56,7 +56,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_size_has_a_line_and_few_chunks_say_nothing() {
+    fn each_size_has_a_line_and_few_chunks_give_no_estimate() {
         let answer = |followed: u64, drives: u64| {
             let size = |what: &str, bytes: u64, ratio: f64| json!({"what": what, "bytes": bytes, "hit_ratio": ratio});
             let sizes = [

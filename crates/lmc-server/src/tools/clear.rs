@@ -16,24 +16,23 @@ use crate::stdout::{out, outln};
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
-Nothing that was computed before is served again, by this server, its peers and all that share its
-stores, also after restarts. Reset the engine's own prefix cache first.
+No chunk that was computed before is served again: not by this server, not by its peers, and not by any
+server that shares its stores, also after restarts. Reset the engine's own prefix cache first.
 
-Exit code 4: the server has cleared, but no restart would find that, or a peer or store has not
-confirmed it; the output names them.
+Exit code 4: the server has cleared, but the clear would not last over a restart, or a peer or store has
+not confirmed it; the output names which.
 
 Examples:
-  lmc clear             the chunks of this server are gone, and those in shared stores are misses
-  lmc clear --shared    in addition, the server deletes them there";
+  lmc clear             the chunks of this server are removed; chunks in shared stores become misses
+  lmc clear --shared    the server also deletes the chunks in shared stores";
 
-/// Exit code of a clear that was carried out, and is not durable or not confirmed by all.
+/// Exit code of a clear that was carried out, but is not durable or not confirmed by all.
 const INCOMPLETE: u8 = 4;
 
-/// Time between two looks at how far a deletion is.
+/// Time between two checks of a deletion's progress.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// Clears, and waits for the end of the deletion in the shared stores. A server that ends meanwhile
-/// is an error.
+/// Clears, and waits for the end of the deletion in the shared stores. Fails if the server ends meanwhile.
 pub(super) fn shared(server: &Server, force: bool) -> Result<ExitCode> {
     let body = json!({"tier": "all", "force": force, "shared": true});
     let mut answer = Call::new("POST", "/cache/clear", Some(body)).send(&server.address.url)?;
@@ -58,7 +57,7 @@ pub(super) fn shared(server: &Server, force: bool) -> Result<ExitCode> {
         .count()
     {
         0 => Ok(exit_code(&answer["cleared"])),
-        _ => bail!("not all was deleted: repeat it, or use `lmc remote rm`"),
+        _ => bail!("some chunks were not deleted: repeat `lmc clear --shared`, or use `lmc remote rm`"),
     }
 }
 
@@ -111,19 +110,19 @@ pub(super) fn cleared(answer: &Value) -> String {
     if leased > 0 {
         let _ = write!(
             out,
-            "\n{leased} more stay in memory until the requests that read them now end"
+            "\n{leased} more chunks stay in memory until the requests that read them now end"
         );
     }
     match &names("durable")[..] {
         [] => out.push_str(
-            "\nNOT durable: a restart forgets the clear unless a peer or store knows of it; see --state-dir",
+            "\nNOT durable: the clear is lost at a restart unless a peer or store has recorded it; see --state-dir",
         ),
         durable => _ = write!(out, "\ndurable in {}", durable.join(", ")),
     }
     for other in names("unconfirmed") {
         let _ = write!(
             out,
-            "\nNOT confirmed by {other}: it may serve what it has until then"
+            "\nNOT confirmed by {other}: it may serve its old chunks until it confirms"
         );
     }
     out

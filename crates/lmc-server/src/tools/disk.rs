@@ -1,4 +1,4 @@
-//! `lmc disk`: looks into the folder of a disk tier while no server uses it.
+//! `lmc disk`: inspects the folder of a disk tier while no server uses it.
 
 use std::fmt::Write;
 use std::future::Future;
@@ -30,17 +30,17 @@ const MOST_SPACES: usize = 8;
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
-    /// Shows what each folder holds, and the set that its drive belongs to
+    /// Shows what each folder holds, and the set to which its drive belongs
     Inspect {
         #[command(flatten)]
         on: On,
-        /// Also show how full each segment is.
+        /// Also show the fill of each segment.
         #[arg(long)]
         segments: bool,
     },
     /// Reads every chunk and checks every byte; removes damaged chunks
     Verify(On),
-    /// Moves chunks together and gives space back to the file system
+    /// Moves chunks together and returns space to the file system
     Compact {
         #[command(flatten)]
         on: On,
@@ -48,7 +48,7 @@ pub(crate) enum Verb {
         #[arg(long, value_name = "SHARE", default_value_t = 0.5)]
         below: f64,
     },
-    /// Removes a missing drive from its set, so that it is not waited for
+    /// Removes a missing drive from its set, so that it is no longer reported as missing
     Forget {
         /// The id of the missing drive, as `lmc disk inspect` shows it.
         #[arg(value_name = "DRIVE-ID")]
@@ -61,7 +61,7 @@ pub(crate) enum Verb {
 // A doc comment here would become the text of each command.
 #[derive(Debug, Args)]
 pub(crate) struct On {
-    /// The folder that was named with `lmc serve --disk`; several with commas.
+    /// The folder of `lmc serve --disk`; several folders are separated by commas.
     #[arg(required = true, value_name = "PATH", value_delimiter = ',', num_args = 1..)]
     path: Vec<PathBuf>,
     /// Print JSON.
@@ -75,7 +75,7 @@ pub(super) fn run(verb: &Verb) -> Result<()> {
     | Verb::Compact { on, .. }
     | Verb::Forget { on, .. }) = verb;
     let tier = DiskConfig::existing(&on.path).and_then(|config| config.open());
-    // Its text names the cause already.
+    // The error's text already names the cause.
     let tier = tier.map_err(|error| anyhow!("{error}"))?;
     let answer = match verb {
         Verb::Inspect { segments, .. } => inspect(&tier, &on.path, *segments),
@@ -135,7 +135,7 @@ fn summary(drive: &DriveStatus, path: &Path, how: &str) -> String {
     let _ = writeln!(
         out,
         "folder     {}\n\
-         drive      {}, format {}, made {} days ago\n\
+         drive      {}, format {}, created {} days ago\n\
          chunks     {} ({}), {filled} % of its segments\n\
          segments   {} of {}, {} in all\n\
          moved by   {how}",
@@ -192,7 +192,7 @@ fn forget(tier: &DiskBackend, drive: &str) -> Result<Answer> {
     };
     if !tier.forget_member(&id.to_be_bytes())? {
         bail!(
-            "{drive}: no drive of this id is in the set; `lmc disk inspect` shows those that are"
+            "{drive}: no drive with this id is in the set; `lmc disk inspect` shows the drives of the set"
         );
     }
     Ok((
@@ -210,11 +210,11 @@ fn days_since(second: u64) -> u64 {
     age.map_or(0, |age| age.as_secs() / 86_400)
 }
 
-/// A picture of how full the segments are.
+/// Draws the fill of the segments.
 fn filling(drive: &DriveStatus) -> String {
     const WIDTH: usize = 40;
     const MOST: usize = 32;
-    let mut out = String::from("segment    there of written\n");
+    let mut out = String::from("segment    # in use, - written and not in use\n");
     for segment in drive.segments.iter().take(MOST) {
         let cells = |bytes: u64| {
             let share = bytes as f64 / drive.segment_bytes as f64;
@@ -298,7 +298,7 @@ fn list(tier: &DiskBackend) -> Result<Vec<Listed>> {
     }
 }
 
-/// Memory to read into: for the largest chunk, and some more.
+/// Returns memory to read into: for two of the largest chunks, or [`AT_ONCE`] if that is more.
 fn pool(largest: u64) -> Result<Pool> {
     let bytes = AT_ONCE.max(2 * largest).next_multiple_of(4096);
     let arena = ArenaConfig::anonymous(usize::try_from(bytes)?).build()?;
@@ -336,7 +336,7 @@ fn verify(tier: &DiskBackend) -> Result<Answer> {
     bar.finish_and_clear();
     if unread > 0 {
         bail!(
-            "{unread} chunks could not be read: look at the drive's own health (dmesg, smartctl)"
+            "{unread} chunks could not be read: check the drive's health (dmesg, smartctl)"
         );
     }
     let text = format!(
@@ -359,7 +359,7 @@ fn compact(tier: &DiskBackend, below: f64) -> Result<Answer> {
     }))?;
     bar.finish_and_clear();
     let mut text = format!(
-        "{} given back ({} segments), {} chunks moved, {} damaged and forgotten\n",
+        "{} returned to the file system ({} segments), {} chunks moved, {} damaged chunks removed\n",
         human_bytes(done.freed_bytes),
         done.segments,
         done.moved,
@@ -369,13 +369,13 @@ fn compact(tier: &DiskBackend, below: f64) -> Result<Answer> {
     if done.stayed > 0 {
         let _ = writeln!(
             text,
-            "{} chunks stay where they are: they could not be read or written",
+            "{} chunks were not moved: they could not be read or written",
             done.stayed
         );
     }
     if done.no_space {
-        text += "it ended early: the file system has no space to move chunks to; free some, and \
-                 run it again\n";
+        text += "compaction ended early: the file system has no space to move chunks to; free some \
+                 space, and run it again\n";
     }
     Ok((
         text,

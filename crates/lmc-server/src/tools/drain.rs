@@ -1,4 +1,4 @@
-//! `lmc drain`: takes a server out of service, and waits until its tiers have what memory holds.
+//! `lmc drain`: takes a server out of service, and waits until its tiers have the chunks in memory.
 
 use std::process::ExitCode;
 use std::thread;
@@ -18,18 +18,20 @@ use crate::stdout::outln;
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
-Stores of engines and pushes of peers are refused from then on, /readyz answers 503, and tiers with
---disk-write back (or --remote-write back) get what memory holds. Lookups and reads go on, so engines and peers lose nothing until
-the server stops. To stop it is a second step: systemctl stop lmc, or SIGTERM.
+The server then refuses stores of engines and pushes of peers, /readyz answers 503, and the chunks in
+memory are written to tiers with --disk-write back (or --remote-write back). Lookups and reads
+continue, so engines and peers lose no chunks until the server stops. The stop is a second step:
+systemctl stop lmc, or SIGTERM.
 
-Exit code 1: not all was written within --timeout, or tiers did not take all. The drain goes on.
+Exit code 1: some chunks were not written within --timeout, or a tier did not take them. The drain
+continues.
 
 Examples:
   lmc drain && systemctl stop lmc
-  lmc drain --timeout 30s     wait no longer than that
+  lmc drain --timeout 30s     wait for at most 30 s
   lmc drain --cancel          chunks are stored again";
 
-/// Time between two looks at how far it is.
+/// Time between two checks of the progress.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 // A doc comment here would become the text of the command.
@@ -38,7 +40,7 @@ pub(crate) struct Arguments {
     /// Longest wait, such as 90s or 10m.
     #[arg(long, value_name = "TIME", default_value = "10m")]
     timeout: String,
-    /// Return at once. `lmc drain` waits again, and shows how far it is.
+    /// Return at once. A later `lmc drain` waits, and shows the progress.
     #[arg(long, conflicts_with = "timeout")]
     no_wait: bool,
     /// Take the server back into service: it stores chunks again.
@@ -69,7 +71,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<ExitCode> {
         thread::sleep(LOOK_EVERY);
         match Call::get("/drain").send(url) {
             Ok(now) => answer = now,
-            // Its writes may keep it from an answer for a moment.
+            // The server's writes may delay an answer for a moment.
             Err(error) if deadline.is_some_and(|end| Instant::now() >= end) => return Err(error),
             Err(_) => continue,
         }
@@ -91,7 +93,7 @@ fn show(arguments: &Arguments, answer: &Value, text: &str) -> Result<()> {
     Ok(())
 }
 
-/// The end of the wait in a sentence, and the exit code.
+/// Returns the result of the wait as a sentence, and the exit code.
 fn result(answer: &Value, timeout: &str) -> (String, ExitCode) {
     let failed = number(&answer["failed_chunks"]);
     match answer["state"].as_str() {
@@ -100,14 +102,14 @@ fn result(answer: &Value, timeout: &str) -> (String, ExitCode) {
             ExitCode::FAILURE,
         ),
         Some("drained") if answer["tiers"] == 0 => (
-            "drained: no chunk is stored any more. This server has no tier below memory, so what it \
-             holds ends with it"
+            "drained: no more chunks are stored. This server has no tier below memory, so its chunks are \
+             lost when it stops"
                 .to_owned(),
             ExitCode::SUCCESS,
         ),
         Some("drained") => (
             format!(
-                "drained: the tiers have what is to go there; {} connections are open, and are \
+                "drained: all chunks are written to the tiers; {} connections are open, and are \
                  answered until the server stops",
                 answer["connections"]
             ),
@@ -126,7 +128,7 @@ fn result(answer: &Value, timeout: &str) -> (String, ExitCode) {
 
 fn left(answer: &Value) -> String {
     format!(
-        "{} to be written, {} chunks being stored; `lmc drain` waits again, `lmc drain --cancel` ends it",
+        "{} are to be written, {} chunks are being stored; `lmc drain` waits again, `lmc drain --cancel` ends the drain",
         bytes(&answer["unwritten_bytes"]),
         answer["storing_chunks"]
     )

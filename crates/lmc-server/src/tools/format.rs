@@ -14,7 +14,7 @@ pub(super) fn bytes(value: &Value) -> String {
 }
 
 pub(super) fn text(value: &Value) -> String {
-    // A model's name is what an engine says it is.
+    // A text may come from an engine, such as a model's name, and hold any character.
     value
         .as_str()
         .map_or_else(|| value.to_string(), |text| Printable(text).to_string())
@@ -38,7 +38,7 @@ pub(crate) fn duration(seconds: f64) -> String {
     }
 }
 
-/// Returns a time that a server gives in seconds; `-` where it gives none.
+/// Formats a time that a server gives in seconds; `-` if it gives none.
 pub(super) fn took(seconds: &Value) -> String {
     seconds.as_f64().map_or_else(|| "-".to_owned(), duration)
 }

@@ -17,7 +17,7 @@ use crate::http::access::{certificates, token_of};
 
 /// Default address of the HTTP side.
 pub(crate) const DEFAULT_URL: &str = "http://127.0.0.1:8080";
-/// A clear waits for its state file and for tiers, at most 16 s.
+/// Timeout of a request: a clear waits for its state file and for tiers for up to 16 s.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 /// Variable that names the file with the server's token, as for the server itself.
@@ -95,7 +95,7 @@ impl Call {
         Self::new("GET", path, None)
     }
 
-    /// Sends it to the server at `url`; a URL without a scheme means http.
+    /// Sends the request to the server at `url`; a URL without a scheme means http.
     pub(crate) fn send(&self, url: &HttpUrl) -> Result<Value> {
         let HttpUrl(address) = url;
         let address = address.trim_end_matches('/');
@@ -108,7 +108,7 @@ impl Call {
         let config = ureq::Agent::config_builder()
             .timeout_global(Some(DEADLINE))
             .http_status_as_error(false)
-            // Servers are on this host or in its network; variables name a proxy for what is not.
+            // Servers are on this host or in its network; the proxy variables are for other networks.
             .proxy(None);
         let config = match target.starts_with("https://") {
             true => config.tls_config(tls()?),
@@ -130,7 +130,7 @@ impl Call {
             }
             None => request.body(()).map(|request| agent.run(request)),
         };
-        let sent = sent.with_context(|| format!("{url} is no URL of a server"))?;
+        let sent = sent.with_context(|| format!("{url} is not a valid URL of a server"))?;
         // An error of the library may repeat the URL.
         let sent = sent.map_err(|error| {
             let shown = mask_password_of(address);
@@ -138,13 +138,13 @@ impl Call {
         });
         let mut answer = sent.with_context(|| {
             format!(
-                "no server answers at {url}: is `lmc serve` running, and is --url its HTTP address?"
+                "no server answers at {url}: check that `lmc serve` runs and that --url is its HTTP address"
             )
         })?;
         let body: Value = answer
             .body_mut()
             .read_json()
-            .context("the answer is no JSON")?;
+            .context("the answer is not JSON: check that --url is the HTTP address of `lmc serve`")?;
         if !answer.status().is_success() {
             let text = body["error"].as_str().unwrap_or("no reason given");
             bail!("the server refused: {text}");

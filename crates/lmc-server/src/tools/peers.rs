@@ -1,4 +1,4 @@
-//! `lmc peers`: who is there, and copies to one of them.
+//! `lmc peers`: the state of the peers, and copies to a peer.
 
 use std::fmt::Write;
 use std::thread;
@@ -17,13 +17,13 @@ use super::format::{bytes, duration, number, percent, text};
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
-Each peer has one line: the chunks in its memory, and what was read from it (verified) and leased to it
-since the connect. Lines under it name its last failure, what went wrong so far, and the models of which
-the two sides share nothing, with the fields that differ. Below are the directories that are connected,
-in which one is asked, and what each was announced; then peers and directories that are not connected and
-those that disconnected, each with the reason. docs/p2p.md says what to do about each.";
+Each peer has one line, with the chunks in its memory, and the chunks that were read from it (verified)
+and leased to it since it connected. The lines below name its last failure, counts of failures so far, and
+the models of which the two sides share no chunks, with the fields that differ. Then follow the connected
+directories: whether each is asked, and how many chunks it knows. Last come peers and directories that are
+not connected or have disconnected, each with the reason. docs/p2p.md says what to do in each case.";
 
-/// Time between two looks at how far a copy is.
+/// Time between two checks of a copy's progress.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 // A doc comment here would become the text of the command.
@@ -38,7 +38,7 @@ pub(crate) struct Arguments {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
-    /// Has a peer read the chunks that this server has in memory, the heads of prompts first
+    /// Makes a peer read the chunks that this server has in memory, the first chunks of prompts first
     Copy(Order),
 }
 
@@ -50,10 +50,10 @@ pub(crate) struct Order {
     /// Only chunks of this model.
     #[arg(long)]
     model: Option<String>,
-    /// Only chunks of the space whose id begins so (`lmc peers --json` has them).
+    /// Only chunks of the space whose id begins with this text (`lmc peers --json` shows the ids).
     #[arg(long, value_name = "ID")]
     space: Option<String>,
-    /// Payload bytes at most, such as 20GiB; a bare number is bytes. Default: a quarter of the
+    /// Limit on the payload bytes, such as 20GiB; a bare number is bytes. Default: a quarter of the
     /// peer's memory.
     #[arg(long, value_name = "SIZE")]
     limit: Option<String>,
@@ -98,16 +98,16 @@ fn copied(copy: &Value) -> String {
     let (copied, chunks) = (number(&copy["copied"]), number(&copy["chunks"]));
     let peer = text(&copy["peer"]);
     let mut out = format!(
-        "{peer} has {copied} of {chunks} chunks ({}) in memory now\n",
+        "{peer} now has {copied} of {chunks} chunks ({}) in memory\n",
         bytes(&copy["bytes"])
     );
     if copied < chunks && copy["reason"].is_null() {
-        out += "the others were evicted here meanwhile, or its memory or the bounds of leases did not allow them\n";
+        out += "the other chunks were evicted here meanwhile, or did not fit into the peer's memory or the limits of leases\n";
     }
     out
 }
 
-/// Counters of what went wrong, in the order in which they are shown.
+/// Counters of failures, in the order in which they are shown.
 const FAULTS: [&str; 7] = [
     "missed",
     "busy",
@@ -179,7 +179,7 @@ pub(super) fn table(answer: &Value) -> String {
     out
 }
 
-/// A line for the directory that the server hosts.
+/// Formats the line for the directory that the server hosts.
 fn hosts(hosted: &Value) -> String {
     let counters = &hosted["counters"];
     format!(
@@ -193,17 +193,17 @@ fn hosts(hosted: &Value) -> String {
     )
 }
 
-/// Lines for a connected directory.
+/// Writes the lines for a connected directory.
 fn directory(out: &mut String, peer: &Value, named: &[Value]) {
     let its = &peer["directory"];
     let at = named.iter().find(|named| named["id"] == peer["id"]);
     let at = at.map_or_else(|| text(&peer["id"]), |named| text(&named["name"]));
     let known = match (its["is_behind"].as_bool(), its["limit"].as_u64()) {
         (_, Some(limit)) => format!(
-            "does not keep all of {} chunks: its limit is {limit}",
+            "does not keep all {} chunks: its limit is {limit}",
             its["chunks"]
         ),
-        (Some(true), None) => format!("being announced {} chunks", its["chunks"]),
+        (Some(true), None) => format!("{} chunks are being announced to it", its["chunks"]),
         _ => format!("knows {} chunks of this side", its["chunks"]),
     };
     let asked = match its["is_asked"] == true {
@@ -227,7 +227,7 @@ fn list(value: &Value) -> &[Value] {
     value.as_array().map(Vec::as_slice).unwrap_or_default()
 }
 
-/// Text of a value that may be missing.
+/// Returns the text of a value that may be missing.
 fn or_dash(value: &Value) -> String {
     value
         .as_str()
@@ -256,7 +256,7 @@ fn describe(space: &Value) -> String {
     shown + ")"
 }
 
-/// A table of columns as wide as their widest entry, with the lines of each row under it.
+/// Writes a table of columns as wide as their widest entry, with the notes of each row below it.
 fn connected(out: &mut String, peers: &[&Value]) {
     let rows: Vec<[String; COLUMNS.len()]> = peers.iter().map(|peer| row(peer)).collect();
     let width = |column: usize| {
@@ -283,7 +283,7 @@ fn connected(out: &mut String, peers: &[&Value]) {
 fn row(peer: &Value) -> [String; COLUMNS.len()] {
     let name = match peer["name"].as_str() {
         Some(_) => text(&peer["name"]),
-        // Before the hello there is nothing else.
+        // Before the hello, only the id is known.
         None => text(&peer["id"]),
     };
     let counters = &peer["counters"];
@@ -314,7 +314,7 @@ fn row(peer: &Value) -> [String; COLUMNS.len()] {
     ]
 }
 
-/// Lines under a peer.
+/// Returns the lines below a peer.
 fn notes(peer: &Value) -> Vec<String> {
     let mut notes = Vec::new();
     if let Some(failure) = failure(&peer["last_failure"]) {
@@ -324,7 +324,7 @@ fn notes(peer: &Value) -> Vec<String> {
         });
     }
     if peer["draining"] == true {
-        notes.push("being drained: it takes no chunks, and is to be stopped".to_owned());
+        notes.push("being drained: it takes no chunks, and will be stopped".to_owned());
     }
     if let Some(pause) = peer["paused_seconds"].as_f64() {
         notes.push(format!(
@@ -353,7 +353,7 @@ fn notes(peer: &Value) -> Vec<String> {
             )
         });
         notes.push(format!(
-            "shares nothing of {}, as these differ: {}",
+            "shares no chunks of {}, because these fields differ: {}",
             text(&mismatch["model"]),
             differences.collect::<Vec<_>>().join(", ")
         ));
@@ -376,7 +376,7 @@ fn failure(failure: &Value) -> Option<String> {
     Some(format!("{} ({ago} ago)", text(&reason.into())))
 }
 
-/// The peers that are missing, each with the reason.
+/// Writes the peers that are not connected, each with the reason.
 fn absent(out: &mut String, answer: &Value) {
     let connected: Vec<&str> = list(&answer["peers"])
         .iter()
@@ -395,7 +395,7 @@ fn absent(out: &mut String, answer: &Value) {
             (name, _) => name,
         };
         let reason = failure(&peer["failure"]);
-        let reason = reason.unwrap_or_else(|| "being connected to".to_owned());
+        let reason = reason.unwrap_or_else(|| "connecting".to_owned());
         lines.push(format!("{name}: {reason}"));
     }
     for peer in list(&answer["gone"]) {
@@ -422,7 +422,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_shows_who_is_there_and_why_others_are_not() {
+    fn the_table_shows_connected_peers_and_why_others_are_missing() {
         let counters = json!({"read": 3, "read_bytes": 3072, "served": 0, "served_bytes": 0,
             "missed": 0, "busy": 2, "failed": 1});
         let mut refused = json!({"id": "c-1", "name": null, "version": null, "counters": {}});
@@ -474,7 +474,7 @@ mod tests {
             "last failure: no\\nanswer (7 s ago)",
             "not asked for 500.0 ms",
             "so far: 2 busy, 1 failed",
-            "shares nothing of m, as these differ: dtype (here bfloat16, there half)",
+            "shares no chunks of m, because these fields differ: dtype (here bfloat16, there half)",
             "90 s       sockets  200",
             "NOT USED",
             "not used: the chunk size differs: this side has 256 tokens, the peer 16 (1 s ago)",
@@ -483,7 +483,7 @@ mod tests {
             "so far: 4 lapsed",
             "3 members, 96 of at most 128 entries in 1.00 KiB; 7 questions answered, 4 with a holder",
             "d\\u001b at dir:7800: asked, knows 40 chunks of this side; 8 questions answered, 5 with a holder, 1 not",
-            "at d-2: not asked now, does not keep all of 40 chunks: its limit is 10;",
+            "at d-2: not asked now, does not keep all 40 chunks: its limit is 10;",
         ] {
             assert!(shown.contains(part), "{shown} lacks {part:?}");
         }

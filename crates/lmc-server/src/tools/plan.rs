@@ -1,4 +1,4 @@
-//! `lmc plan`: what the KV cache of a model takes, from its config.json.
+//! `lmc plan`: the size of a model's KV cache, computed from its config.json.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -14,15 +14,15 @@ use crate::config::{GIB, human_bytes, parse_bytes};
 use crate::stdout::{out, outln};
 
 pub(super) const HELP: &str = "\
-MODEL is a model's folder or its config.json, as Hugging Face keeps it:
+MODEL is a model's folder or its config.json, in Hugging Face's format:
   lmc plan ~/models/Qwen3-8B --prompts 2000 --tokens 8000
   lmc plan config.json --tensor-parallel-size 4 --kv-cache-dtype fp8 --size 500GiB
 
-The figures are arithmetic on that file. What a running engine really has is in `lmc status`: bytes of a
-chunk, of each worker.";
+The figures are computed from that file only. `lmc status` shows the real figures of a running engine: the
+bytes of a chunk of each worker.";
 
-/// Remedy where this command does not know the sizes.
-const STATUS: &str = "start the engine, and look at `lmc status`";
+/// Remedy if this command does not know the sizes.
+const STATUS: &str = "start the engine, and read the size of a chunk in `lmc status`";
 /// Largest config.json that is read.
 const MAX_CONFIG: u64 = 4 << 20;
 /// Sizes of a cache that are shown without `--size`.
@@ -44,13 +44,13 @@ pub(crate) struct Arguments {
     /// Tokens of a prompt.
     #[arg(long, value_name = "N", default_value_t = 8000, value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     tokens: u64,
-    /// Prompts that are to be kept.
+    /// Number of prompts to keep.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     prompts: u64,
-    /// Tokens with which all prompts begin, such as a system prompt: they are kept once.
+    /// Number of tokens at the start that all prompts share, such as a system prompt; they are kept once.
     #[arg(long, value_name = "N", default_value_t = 0)]
     shared: u64,
-    /// Element type of the KV cache, as for vLLM's flag of this name.
+    /// Element type of the KV cache, as in vLLM's flag of this name.
     #[arg(long, value_name = "TYPE", value_enum, default_value_t = Element::Auto)]
     kv_cache_dtype: Element,
     /// Tensor parallelism of the engine.
@@ -59,7 +59,7 @@ pub(crate) struct Arguments {
     /// Tokens of a chunk (--chunk-size of lmc serve).
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     chunk_size: u64,
-    /// A size of the cache, such as 500GiB; may be repeated. A bare number is GiB.
+    /// A size of the cache, such as 500GiB; repeatable. A bare number is GiB.
     #[arg(long, value_name = "SIZE", value_parser = |text: &str| parse_bytes(text, GIB))]
     size: Vec<u64>,
     /// Print JSON.
@@ -70,7 +70,7 @@ pub(crate) struct Arguments {
 /// Element type of a KV cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Element {
-    /// As the model; 2 bytes for one of float32, as vLLM does
+    /// As the model's dtype; 2 bytes for a float32 model, as in vLLM
     Auto,
     Float32,
     Float16,
@@ -115,24 +115,24 @@ pub(super) fn run(arguments: &Arguments) -> Result<()> {
 fn read(path: &Path) -> Result<Value> {
     let shown = path.display();
     let found = fs::metadata(path).with_context(|| {
-        format!("cannot read {shown}: give a model's folder, or its config.json")
+        format!("cannot read {shown}: expected a model's folder, or its config.json")
     })?;
     ensure!(
         found.is_file() && found.len() <= MAX_CONFIG,
-        "{shown} is no config.json: it is no file, or larger than {}",
+        "{shown} is not a config.json: expected a file of at most {}",
         human_bytes(MAX_CONFIG)
     );
     let text = fs::read(path).with_context(|| format!("cannot read {shown}"))?;
-    serde_json::from_slice(&text).with_context(|| format!("{shown} is no JSON"))
+    serde_json::from_slice(&text).with_context(|| format!("{shown} is not valid JSON"))
 }
 
 impl Cache {
     /// Reads a model's configuration.
     ///
     /// # Errors
-    /// For layers whose size it does not tell, or which lmc does not keep.
+    /// The configuration does not give the size of some layers, or lmc does not keep such layers.
     fn of(config: &Value, element: Element) -> Result<Self> {
-        // Models that also take images have the language model's in it.
+        // In models that also take images, the language model's configuration is a field.
         let text = ["text_config", "llm_config", "language_config"];
         let text = text.iter().map(|name| &config[*name]);
         let text = text.clone().find(|part| part.is_object()).unwrap_or(config);
@@ -148,7 +148,7 @@ impl Cache {
             .iter()
             .find(|name| !text[**name].is_null() && whole(&text[**name]).is_none());
         if let Some(name) = unread {
-            bail!("its {name} is no number: {STATUS}");
+            bail!("its {name} is not a number: {STATUS}");
         }
         let layers = number(&["num_hidden_layers", "n_layer", "n_layers", "num_layers"])
             .context("it has no num_hidden_layers")?;
@@ -191,21 +191,21 @@ impl Cache {
         };
         ensure!(
             cache.token(1).is_some_and(|bytes| bytes > 0),
-            "its layers or heads are none, or too many"
+            "its number of layers or heads is 0, or too large"
         );
         Ok(cache)
     }
 
-    /// Returns the bytes of a token on all ranks together; `None` for more than there can be.
+    /// Returns the bytes of a token on all ranks together; `None` if the number is impossibly large.
     fn token(&self, ranks: u64) -> Option<u64> {
         let elements = match self.kind {
-            // A rank has a head at least, which others have as well then.
+            // Each rank has at least one head; with more ranks than heads, ranks share heads.
             Kind::Heads { heads, size } => heads
                 .div_ceil(ranks)
                 .checked_mul(ranks)?
                 .checked_mul(size)?
                 .checked_mul(2)?,
-            // Equal on all ranks, and kept once.
+            // The same on all ranks, and kept once.
             Kind::Latent { size } => size,
         };
         elements
@@ -226,7 +226,7 @@ impl Cache {
     }
 }
 
-/// Refuses configurations that leave the size of some layers open.
+/// Refuses configurations that do not give the size of some layers.
 fn refuse_unknown(text: &Value) -> Result<()> {
     let known = [
         "full_attention",
@@ -242,13 +242,13 @@ fn refuse_unknown(text: &Value) -> Result<()> {
             .find(|kind| !known.contains(kind));
         if let Some(kind) = other {
             bail!(
-                "it has layers of the kind {}, which lmc does not keep",
+                "it has layers of the kind {}, whose KV cache lmc does not keep",
                 Printable(kind)
             );
         }
     }
     let unclear = [
-        // Layers without attention among those with it.
+        // Some layers have no attention.
         "full_attention_interval",
         "attn_layer_period",
         "hybrid_override_pattern",
@@ -272,7 +272,7 @@ fn refuse_unknown(text: &Value) -> Result<()> {
         .find(|name| !matches!(&text[**name], Value::Null));
     if let Some(name) = found {
         bail!(
-            "its {name} means layers of several kinds or sizes, of which this command does not know the \
+            "its {name} means layers of several kinds or sizes, and this command does not know their \
              bytes: {STATUS}"
         );
     }
@@ -298,12 +298,12 @@ impl Element {
         let named = [text, config].into_iter();
         let mut named = named.flat_map(|part| [&part["dtype"], &part["torch_dtype"]]);
         let Some(name) = named.find_map(Value::as_str) else {
-            bail!("it names no dtype: give --kv-cache-dtype");
+            bail!("it names no dtype: set --kv-cache-dtype");
         };
         match name.trim_start_matches("torch.") {
             "bfloat16" => Ok(Self::Bfloat16),
             "float16" | "half" | "float32" | "float" => Ok(Self::Float16),
-            other => bail!("its dtype is {}: give --kv-cache-dtype", Printable(other)),
+            other => bail!("its dtype is {}, which this command does not know: set --kv-cache-dtype", Printable(other)),
         }
     }
 
@@ -332,12 +332,12 @@ struct Plan {
     token: u64,
     chunk: u64,
     chunk_tokens: u64,
-    /// Tokens of a prompt, and those after its last whole chunk.
+    /// Tokens of a prompt, and its tokens after the last whole chunk.
     tokens: u64,
     tail: u64,
     prompt: u64,
     prompts: u64,
-    /// Chunks that all prompts begin with, and those of each prompt after them.
+    /// Chunks that all prompts share at the start, and further chunks of each prompt.
     shared: u64,
     own: u64,
     sizes: Vec<u64>,
@@ -358,11 +358,11 @@ impl Plan {
         );
         ensure!(
             tokens >= chunk_size,
-            "a prompt of {tokens} tokens has no whole chunk of {chunk_size}, so nothing of it is kept"
+            "--tokens {tokens}: expected at least one chunk of {chunk_size} tokens (--chunk-size); a shorter prompt is not kept"
         );
         let ranks = arguments.tensor_parallel_size;
         let token = cache.token(ranks);
-        let token = token.with_context(|| format!("a token takes too much on {ranks} ranks"))?;
+        let token = token.with_context(|| format!("--tensor-parallel-size {ranks}: a token takes too many bytes"))?;
         let chunk = token * chunk_size;
         let shared = shared / chunk_size;
         let own = tokens / chunk_size - shared;
@@ -389,7 +389,7 @@ impl Plan {
         let chunks = size / self.chunk;
         let prompts = match chunks.checked_sub(self.shared) {
             None => 0,
-            // They share all that is kept of them.
+            // All kept chunks are shared.
             Some(_) if self.own == 0 => self.prompts,
             Some(left) => left / self.own,
         };
@@ -432,7 +432,7 @@ impl Plan {
         );
         let tail = match self.tail {
             0 => String::new(),
-            tail => format!(", of which LMCache's connector leaves the last {tail} to the engine"),
+            tail => format!("; LMCache's connector does not cache the last {tail}"),
         };
         line(
             "a prompt",
@@ -445,7 +445,7 @@ impl Plan {
         if self.prompts > 1 {
             line(
                 "all prompts",
-                format!("{} ({} of them)", human_bytes(self.all()), self.prompts),
+                format!("{} ({} prompts)", human_bytes(self.all()), self.prompts),
             );
         }
         let _ = writeln!(
@@ -459,8 +459,8 @@ impl Plan {
         }
         let _ = writeln!(
             out,
-            "\n{:<36}{:>10}   worth it if the engine computes fewer than",
-            "a prompt comes from", "in"
+            "\n{:<36}{:>10}   faster than an engine that computes fewer than",
+            "a prompt is read from", "in"
         );
         for (name, speed) in SPEEDS {
             let seconds = duration(self.prompt as f64 / speed);
@@ -533,7 +533,7 @@ mod tests {
     }
 
     #[test]
-    fn what_prompts_share_is_kept_once() {
+    fn shared_chunks_of_prompts_are_kept_once() {
         let plan = Plan {
             token: 2,
             chunk: 32,
@@ -553,7 +553,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_refused_with_its_reason() {
+    fn unknown_layers_are_refused_with_a_reason() {
         let base = json!({"num_hidden_layers": 2, "num_key_value_heads": 4, "head_dim": 8,
                           "dtype": "bfloat16"});
         let with = |name: &str, value: Value| {

@@ -1,4 +1,4 @@
-//! `lmc quota`: how many bytes a tenant may hold.
+//! `lmc quota`: the bytes that a tenant may hold.
 
 use std::fmt::Write;
 
@@ -13,15 +13,15 @@ use crate::stdout::{out, outln};
 
 /// Note on the lifetime of a quota that is set over HTTP.
 pub(super) const LASTS: &str =
-    "over restarts, until --quota or --quota-file has another for the salt";
+    "over restarts, until --quota or --quota-file changes the quota of the salt";
 /// Note on the lifetime of such a quota at a server without a state folder.
-const LASTS_NOT: &str = "until the server stops, which has no state folder (--state-dir)";
+const LASTS_NOT: &str = "only until the server stops: it has no state folder (--state-dir)";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
     /// Lists every quota and its use
     List(Server),
-    /// Shows one quota and its use; exit code 1 when none is set
+    /// Shows one quota and its use; the exit code is 1 if none is set
     Get(Tenant),
     /// Sets a quota
     Set {
@@ -30,14 +30,14 @@ pub(crate) enum Verb {
         /// The quota, such as 20GiB; a bare number is GiB.
         size: String,
     },
-    /// Removes a quota; exit code 1 when none is set
+    /// Removes a quota; the exit code is 1 if none is set
     Delete(Tenant),
 }
 
 // A doc comment here would become the text of each command.
 #[derive(Debug, Args)]
 pub(crate) struct Tenant {
-    /// The tenant's cache_salt; _default for none.
+    /// The tenant's cache_salt; _default means no salt.
     salt: String,
     #[command(flatten)]
     server: Server,
@@ -78,7 +78,7 @@ pub(super) fn run(verb: &Verb) -> Result<()> {
             } else {
                 LASTS_NOT
             };
-            outln!("quota of {salt}: {}, {lasts}", limit(&answer));
+            outln!("quota of {salt}: {}; it lasts {lasts}", limit(&answer));
         }
         Verb::Delete(_) => outln!("quota of {salt} removed"),
     }

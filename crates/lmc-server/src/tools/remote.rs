@@ -1,5 +1,4 @@
-//! `lmc remote`: looks into a shared store, and removes what is not needed there. No server takes
-//! part.
+//! `lmc remote`: inspects a shared store, and removes chunks that are not needed. It works without a server.
 
 mod check;
 mod du;
@@ -37,13 +36,13 @@ docs/remote.md says more about each kind of store.";
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
-    /// Writes, reads, lists and removes a few values, measures that, and says what it finds
+    /// Writes, reads, lists and removes a few values, measures the times, and reports faults
     #[command(after_help = check::HELP)]
     Check(Url),
     /// Shows the chunks and bytes of each model and each space
     #[command(after_help = du::HELP)]
     Du(du::Arguments),
-    /// Removes the oldest chunks beyond a size or an age, and what was left by accident
+    /// Removes the oldest chunks beyond a size or an age, and leftovers
     #[command(after_help = gc::HELP)]
     Gc(gc::Arguments),
     /// Removes the chunks of a model, a tenant or a space
@@ -54,8 +53,8 @@ pub(crate) enum Verb {
 // A doc comment here would become the text of each command.
 #[derive(Debug, Args)]
 pub(crate) struct Url {
-    /// URL of the store, as for `lmc serve --remote`. One with a password belongs in the variable,
-    /// because other users see the command line.
+    /// URL of the store, as for `lmc serve --remote`. Put a URL with a password into the variable, because
+    /// other users can see the command line.
     #[arg(value_name = "URL", env = "LMC_REMOTE", hide_env_values = true)]
     url: String,
 }
@@ -76,7 +75,7 @@ pub(super) fn run(verb: &Verb) -> Result<()> {
     }
 }
 
-/// Opens a store, works on it and closes it. What hangs in it then does not keep the program.
+/// Opens a store, works on it and closes it. Work that still hangs does not keep the program running.
 fn with_store<F: Future<Output = Result<()>>>(
     url: &Url,
     work: impl FnOnce(Target) -> F,
@@ -97,12 +96,12 @@ fn with_store<F: Future<Output = Result<()>>>(
     done
 }
 
-/// Returns the end of the time for a request that begins now.
+/// Returns the deadline of a request that begins now.
 fn deadline() -> Instant {
     Instant::now() + TIMEOUT
 }
 
-/// Says how full a Redis is and what it does then, and whether that is good for a cache.
+/// Describes the memory of a Redis and its behaviour when full. Returns true if that suits a cache.
 fn memory(node: &RedisMemory) -> (bool, String) {
     let (name, policy) = (&node.node, node.policy.as_deref().unwrap_or("not known"));
     let used = node
@@ -110,7 +109,7 @@ fn memory(node: &RedisMemory) -> (bool, String) {
         .map_or_else(|| "not known".to_owned(), human_bytes);
     let Some(max) = node.max.map(human_bytes) else {
         let text = format!(
-            "{name}: {used} in use and maxmemory is not set: it grows until its host has no memory; \
+            "{name}: {used} in use, and maxmemory is not set: Redis grows until its host has no memory; \
              set maxmemory, and maxmemory-policy allkeys-lru"
         );
         return (false, text);
@@ -119,23 +118,23 @@ fn memory(node: &RedisMemory) -> (bool, String) {
     match policy {
         "noeviction" => {
             let remedy =
-                "a full server refuses chunks; set allkeys-lru where lmc has it for itself";
+                "when full, it refuses chunks; set allkeys-lru if only lmc uses it";
             (false, format!("{text}: {remedy}"))
         }
         _ => (true, text),
     }
 }
 
-/// Says what an error of a store means, and what to do about it.
+/// Returns the text of a store's error, with the remedy.
 fn explained(error: &StoreError) -> String {
     let remedy = match error {
-        // Its text names the remedy.
+        // This error's text names the remedy.
         StoreError::Io(error) if error.kind() == ErrorKind::NotFound => return error.to_string(),
         StoreError::Deadline => {
-            "the network, a proxy or the store hangs: try the store's own tools from this host"
+            "the network, a proxy or the store hangs: try to reach the store with its own tools from this host"
         }
         StoreError::Unavailable { .. } => {
-            "is it running, is the URL right, and may this host reach it?"
+            "check that the store runs, that the URL is right, and that this host may reach it"
         }
         StoreError::Denied { .. } => {
             "check user and password, the AWS_… variables, or owner and permissions of the folder"
@@ -143,7 +142,7 @@ fn explained(error: &StoreError) -> String {
         StoreError::Full { .. } => {
             "free some space: `lmc remote gc` for a folder, maxmemory-policy for Redis, a lifecycle rule for S3"
         }
-        _ => "look at the store's own log, and at this host's (dmesg)",
+        _ => "see the store's log, and this host's log (dmesg)",
     };
     format!("{error}; {remedy}")
 }

@@ -1,4 +1,4 @@
-//! `lmc sim`: what each eviction policy would have found of a trace's prompts, by size of the cache.
+//! `lmc sim`: the share of a trace's prompts that each eviction policy would have found, by cache size.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fmt::Write as _;
@@ -26,30 +26,30 @@ pub(super) fn help() -> String {
         "Examples:\n  \
          lmc sim conversation_trace.jsonl\n  \
          lmc sim conversation_trace.jsonl --token-size 144KiB --size 64GiB --size 1TiB\n\n\
-         `lmc plan` says how many bytes a token of a model has. best is Belady's rule, which knows the\n\
+         `lmc plan` shows the bytes of a model's token. The column best is Belady's rule, which knows the\n\
          future.\n\n{}",
         trace::FORMAT
     )
 }
 
-/// Bytes that stand for a block; what they are does not matter here.
+/// Bytes that represent a block; their content does not matter.
 const BLOCK: u64 = 64;
-/// Sizes that are shown without `--size`, as shares of the blocks that differ.
+/// Sizes that are shown without `--size`, as shares of the different blocks.
 const SHARES: [f64; 7] = [0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7];
 
 // A doc comment here would become the text of the command.
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// Traces; each is played through a cache of its own.
+    /// Trace files; each trace is played through an empty cache.
     #[arg(required = true, value_name = "TRACE")]
     traces: Vec<PathBuf>,
     /// Bytes of a token in the cache, such as 144KiB.
     #[arg(long, value_name = "SIZE", value_parser = |text: &str| parse_bytes(text, 1))]
     token_size: Option<u64>,
-    /// A size of the cache, such as 500GiB; may be repeated. A bare number is GiB.
+    /// A size of the cache, such as 500GiB; repeatable. A bare number is GiB.
     #[arg(long, value_name = "SIZE", requires = "token_size", value_parser = |text: &str| parse_bytes(text, GIB))]
     size: Vec<u64>,
-    /// Tokens of a block of the trace; by default they follow from its prompts.
+    /// Tokens of a block of the trace; by default derived from its prompts.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     block_tokens: Option<u64>,
     /// Print JSON.
@@ -93,7 +93,7 @@ struct Report {
     requests: usize,
     seconds: f64,
     block_tokens: u64,
-    /// Bytes of a token, where they are known.
+    /// Bytes of a token, if known.
     token_size: Option<u64>,
     blocks: usize,
     different: usize,
@@ -145,7 +145,7 @@ impl Report {
         100.0 * found as f64 / self.blocks as f64
     }
 
-    /// Returns the size of a number of blocks: in tokens, and in bytes where the bytes of a token are known.
+    /// Returns the size of a number of blocks in tokens, and in bytes if the bytes of a token are known.
     fn size(&self, blocks: usize) -> String {
         let tokens = (blocks as u64).saturating_mul(self.block_tokens);
         match self.token_size {
@@ -223,9 +223,9 @@ fn bar(rows: usize) -> ProgressBar {
     ProgressBar::new(rows as u64).with_style(style)
 }
 
-/// Plays a trace through a cache of each policy, one thread each.
+/// Plays a trace through a cache of each policy, each on a thread of its own.
 fn row(prompts: &[&[u64]], blocks: usize, different: usize) -> Result<Row> {
-    // More than there is to keep makes no difference.
+    // A cache larger than all different blocks makes no difference.
     let capacity = blocks.clamp(1, different.max(1));
     let found = thread::scope(|scope| {
         let played = PolicyKind::ALL.map(|kind| scope.spawn(move || play(prompts, kind, capacity)));
@@ -246,7 +246,7 @@ fn row(prompts: &[&[u64]], blocks: usize, different: usize) -> Result<Row> {
 
 fn key(id: u64) -> ChunkKey {
     let mut hash = [0; 32];
-    // Spread, as digests are.
+    // Spread like digests.
     let spread = id.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     hash[..8].copy_from_slice(&(spread ^ (spread >> 29)).to_le_bytes());
     hash[8..16].copy_from_slice(&id.to_le_bytes());
@@ -259,15 +259,15 @@ fn key(id: u64) -> ChunkKey {
 }
 
 /// Plays a trace through a [`LocalTier`](lmc_backend_local::LocalTier), as an engine uses it: each request
-/// leases the leading blocks that are there, and stores the others. Returns the number of blocks found.
+/// leases the leading blocks that are present, and stores the others. Returns the number of blocks found.
 fn play(prompts: &[&[u64]], policy: PolicyKind, blocks: usize) -> Result<usize> {
     let arena = ArenaConfig::anonymous(blocks * BLOCK as usize).build();
-    let arena = arena.context("there is no memory to stand for the blocks")?;
+    let arena = arena.context("not enough memory for the simulated cache")?;
     let config = PoolConfig::default().with_align(BLOCK as usize);
     let surplus = arena.len() as u64 / BLOCK - blocks as u64;
     let pool = Pool::new(Arc::new(arena), config)?;
     let tier = LocalConfig::new(pool).with_policy(policy).build()?;
-    // Memory comes in pages: what is more than was asked for is held, and stands for nothing.
+    // Memory comes in whole pages: the surplus is held by writes that are never committed.
     let held = (0..surplus).map(|number| {
         let key = key(u64::MAX - number);
         tier.begin_write(OwnerId(1), TenantId(0), key, BLOCK)
@@ -279,7 +279,7 @@ fn play(prompts: &[&[u64]], policy: PolicyKind, blocks: usize) -> Result<usize> 
         let leases = tier.lease_leading(OwnerId(0), &keys);
         found += leases.len();
         let parent = |position: usize| position.checked_sub(1).map(|parent| keys[parent]);
-        // Of the rest, chunks that are present count as used, and the others are stored.
+        // Of the remaining chunks, those present count as used, and the others are stored.
         let rest = (leases.len()..keys.len()).map(|position| (keys[position], parent(position)));
         tier.touch(&rest.collect::<Vec<_>>());
         let mut writes = Vec::new();
@@ -311,7 +311,7 @@ fn belady(prompts: &[&[u64]], blocks: usize) -> usize {
         uses.get(later).copied().unwrap_or(usize::MAX)
     };
     let mut resident: HashMap<u64, (usize, usize)> = HashMap::new();
-    // By next use, then by depth: of a prompt's blocks the tail goes first.
+    // By next use, then by depth: the last blocks of a prompt are evicted first.
     let mut order: BTreeSet<(usize, usize, u64)> = BTreeSet::new();
     let mut found = 0;
     for (now, prompt) in prompts.iter().enumerate() {
@@ -338,7 +338,7 @@ mod tests {
     use super::*;
     use crate::bench::prompt::Random;
 
-    /// Prompts of three conversations that go on by turns, among prompts that come once.
+    /// Prompts of three conversations that continue in turns, among prompts that occur once.
     fn prompts() -> Vec<Vec<u64>> {
         let mut random = Random::new(1);
         let mut lengths = [4; 3];
@@ -372,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn all_find_the_same_where_all_fits() {
+    fn all_policies_find_the_same_if_everything_fits() {
         let prompts = prompts();
         let row = with(&prompts, 1 << 20);
         let mut known: HashSet<u64> = HashSet::new();

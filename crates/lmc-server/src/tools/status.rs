@@ -7,12 +7,12 @@ use serde_json::Value;
 use super::format::{bytes, duration, number, percent, text, took};
 use super::http::HttpUrl;
 
-/// Returns the state in the words of /healthz, which load balancers and people see.
+/// Returns the state of the server, derived from the word of /healthz.
 pub(super) fn health(answer: &Value) -> String {
     match answer["status"].as_str() {
         Some("ok") => "healthy".to_owned(),
         Some("degraded") => "DEGRADED".to_owned(),
-        Some("draining") => "draining (lmc drain): it stores nothing more".to_owned(),
+        Some("draining") => "draining (lmc drain): it stores no more chunks".to_owned(),
         _ => format!("NOT ANSWERING ENGINES: {}", text(&answer["reason"])),
     }
 }
@@ -44,7 +44,7 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
     line(
         "pool",
         format!(
-            "{} of {} taken ({}), {} prefaulted, evicted by {}",
+            "{} of {} in use ({}), {} prefaulted, evicted by {}",
             bytes(&usage["used_bytes"]),
             bytes(&usage["pool_bytes"]),
             percent(number(&usage["used_bytes"]), number(&usage["pool_bytes"])),
@@ -55,7 +55,7 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
     line(
         "hits",
         format!(
-            "{} of tokens looked up were retrieved by engines, {} were found; {} lookups{}",
+            "{} of the tokens looked up were retrieved by engines, {} were found; {} lookups{}",
             percent(
                 number(&counts["retrieved_tokens"]),
                 number(&counts["lookup_tokens"])
@@ -67,7 +67,7 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
             counts["lookups"],
             match number(&counts["retrieved_tokens_tail"]) {
                 0.0 => String::new(),
-                tokens => format!("; {tokens} tokens of tails were retrieved besides"),
+                tokens => format!("; in addition {tokens} tokens of tails were retrieved"),
             }
         ),
     );
@@ -82,7 +82,7 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
         line(
             &text(&tier["tier"]),
             format!(
-                "{} chunks ({}{capacity}), {} written, {} read, {} on the way",
+                "{} chunks ({}{capacity}), {} written, {} read, {} queued",
                 tier["chunks"],
                 bytes(&tier["bytes"]),
                 bytes(&tier["written_bytes"]),
@@ -175,7 +175,7 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
         let dropped = &status["log_lines_dropped"];
         line(
             "log",
-            format!("{dropped} lines dropped: stderr is not read"),
+            format!("{dropped} lines dropped: stderr is closed, or not read fast enough"),
         );
     }
     workers(&mut out, &status["instances"]);
@@ -183,8 +183,8 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
     out
 }
 
-/// Reasons of misses, as [`ServiceCounts`](lmc_vllm_adapter::ServiceCounts) and people name them. A
-/// counter adds up misses whose reason is certain and those whose reason is probable.
+/// Reasons of misses: their names in [`ServiceCounts`](lmc_vllm_adapter::ServiceCounts), and in the output.
+/// A counter adds up misses with a certain reason and misses with a probable reason.
 const MISSES: &[(&str, &str)] = &[
     ("never_stored", "probably never stored"),
     ("evicted", "probably evicted"),
@@ -195,7 +195,7 @@ const MISSES: &[(&str, &str)] = &[
         "other_settings",
         "probably stored under other settings of the server",
     ),
-    ("unregistered", "no engine of the model"),
+    ("unregistered", "no engine has registered the model"),
     ("tier_late", "tier probably late"),
     ("tier_down", "tier probably down"),
     ("tier_lost", "probably lost by a tier"),
@@ -203,8 +203,8 @@ const MISSES: &[(&str, &str)] = &[
     ("recompute", "faster to recompute"),
 ];
 
-/// Returns the reasons for which tokens were missed, the most frequent first: share of the tokens looked
-/// up, name.
+/// Returns the reasons why tokens were missed, the most frequent first, each as the share of the tokens
+/// looked up and the name.
 pub(super) fn reasons_missed(status: &Value) -> Vec<(String, String)> {
     let counts = &status["counts"];
     let of = |reason: &str| number(&counts[format!("missed_{reason}")]);
@@ -229,7 +229,7 @@ pub(super) fn reasons_missed(status: &Value) -> Vec<(String, String)> {
         .collect()
 }
 
-/// Returns the shares of the tokens looked up that were missed, by reason; `None` where none was.
+/// Formats the shares of missed tokens by reason; `None` if no tokens were missed.
 fn missed(status: &Value) -> Option<String> {
     let reasons = reasons_missed(status).into_iter();
     let mut parts: Vec<String> = reasons
@@ -238,7 +238,7 @@ fn missed(status: &Value) -> Option<String> {
     match number(&status["counts"]["lookup_tail_tokens"]) {
         0.0 => {}
         tokens => parts.push(format!(
-            "besides {tokens} tokens after the last whole chunk"
+            "in addition {tokens} tokens after the last whole chunk"
         )),
     }
     (!parts.is_empty()).then(|| parts.join(", "))
@@ -272,20 +272,20 @@ fn workers(out: &mut String, instances: &Value) {
             if instance["connected"] == true {
                 ""
             } else {
-                "  gone"
+                "  disconnected"
             }
         );
         if instance["gpu"].is_string() {
             let gpu = text(&instance["gpu"]);
             let open = bytes(&instance["gpu_bytes"]);
-            let _ = writeln!(out, "  on {gpu}, {open} of its memory open here");
+            let _ = writeln!(out, "  on {gpu}, {open} of its memory is open in the server");
         }
         let unknown = instance["unknown_fields"].as_array();
         for field in unknown.into_iter().flatten() {
             let _ = writeln!(
                 out,
-                "  its registration has the field {}, which this version does not know: it shares \
-                 chunks only with workers that send the same value",
+                "  its registration has the field {}, which this version does not know: the worker \
+                 shares chunks only with workers that send the same value",
                 text(field)
             );
         }
@@ -330,8 +330,8 @@ mod tests {
         "http://u:marked@127.0.0.1:8080".to_owned().into()
     }
 
-    /// Until f2c35f9 the table said "healthy" while `/healthz` said "degraded", and nothing of
-    /// copies that were dropped.
+    /// Until f2c35f9 the table showed "healthy" while `/healthz` answered "degraded", and did not show
+    /// dropped copies.
     #[test]
     fn the_table_shows_faults_losses_and_whole_ids() {
         let lossy = json!({"tier": "disk", "chunks": 1600, "write_dropped": 752, "write_declined": 0,
@@ -350,7 +350,7 @@ mod tests {
             "drive 0 cannot be written",
             "275782994765433869",
             "m\\n\\u001b[2J",
-            "on H200 19d8, 3.00 GiB of its memory",
+            "on H200 19d8, 3.00 GiB of its memory is open",
         ] {
             assert!(shown.contains(part), "{shown} lacks {part:?}");
         }

@@ -18,8 +18,8 @@ use super::status::{health, reasons_missed};
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
-Keys: q ends, space holds the screen, r asks at once. `lmc status` prints the same once; a browser at the
-server's HTTP address shows more.";
+Keys: q quits, space pauses the screen, r refreshes at once. `lmc status` prints the same once; a browser
+at the server's HTTP address shows more.";
 
 /// Time between two questions to the server.
 const EVERY: Duration = Duration::from_secs(2);
@@ -27,9 +27,9 @@ const EVERY: Duration = Duration::from_secs(2);
 pub(super) fn run(url: &HttpUrl) -> Result<()> {
     ensure!(
         std::io::stdout().is_terminal(),
-        "lmc top draws on a terminal: `lmc status` prints the state once, `lmc status --json` for programs"
+        "lmc top requires a terminal: use `lmc status` to print the state once, or `lmc status --json` in programs"
     );
-    // A server that cannot be reached is an error while the terminal is as it was.
+    // Asks before the terminal changes, so that an error of the server is printed as usual.
     let mut screen = Screen {
         address: url.to_string(),
         ..Screen::default()
@@ -78,9 +78,9 @@ fn follow(
 struct Screen {
     address: String,
     status: Value,
-    /// Shares of tokens that were found, in percent, in steps of the last hour.
+    /// Shares of tokens that were found in each step of the last hour, in percent.
     found: Vec<u64>,
-    /// The reason why the last question has no answer.
+    /// The reason why the last request had no answer.
     fault: Option<String>,
 }
 
@@ -135,7 +135,7 @@ impl Screen {
         frame.render_widget(operations(&list("operations")), right);
         frame.render_widget(engines_of(&workers), engines);
         frame.render_widget(
-            Line::from("q ends, space holds the screen, r asks at once").dim(),
+            Line::from("q quits, space pauses the screen, r refreshes at once").dim(),
             foot,
         );
     }
@@ -162,7 +162,7 @@ impl Screen {
             .last()
             .map_or_else(String::new, |now| format!(", {now} % now"));
         let title = format!(
-            "found of the tokens that prompts asked for, last hour: {all} since the start{now}"
+            "share of the requested tokens that were found, last hour: {all} since the start{now}"
         );
         let block = Block::bordered().title(title);
         let inner = usize::from(block.inner(area).width);
@@ -171,7 +171,8 @@ impl Screen {
     }
 }
 
-/// Returns the share of tokens that were found between two samples each, where any were asked for.
+/// Returns the shares of tokens that were found between each two samples, without steps in which no tokens
+/// were requested.
 fn found(samples: &[Value]) -> Vec<u64> {
     let steps = samples.windows(2).filter_map(|pair| {
         let grown = |field: &str| number(&pair[1][field]) - number(&pair[0][field]);
@@ -182,7 +183,7 @@ fn found(samples: &[Value]) -> Vec<u64> {
     steps.collect()
 }
 
-/// Gauges of memory and of each lower tier.
+/// Draws gauges of memory and of each lower tier.
 fn draw_fills(frame: &mut Frame<'_>, area: Rect, status: &Value, tiers: &[Value]) {
     let block = Block::bordered().title("memory and tiers");
     let rows =

@@ -126,7 +126,7 @@ fn lmc_top_shows_a_server_at_work_and_ends_by_its_key() {
         "requests of engines",
         "not found, since the start",
         "engines",
-        "q ends",
+        "q quits",
     ];
     until("the whole screen is drawn", || shows(&parts));
     if writes_pictures() {

@@ -117,7 +117,7 @@ fn the_command_of_lmcaches_operator_starts_a_server() {
                 --eviction-ratio 0.2 --prometheus-port 9090 --disable-prometheus";
     let args: Vec<&str> = line.split_whitespace().collect();
     let server = Server::spawn_by(crate::common::lmc(), "server", &args);
-    server.line("--prometheus-port is LMCache's and was ignored");
+    server.line("--prometheus-port is a flag of LMCache's server and was ignored");
     server.line("listening for engines");
     let mut client = server.client();
     let answer = client.ask(&Request::GetChunkSize).expect("an answer");

@@ -152,7 +152,7 @@ fn the_tools_ask_a_running_server() {
         .expect("the binary runs");
     assert_eq!(refused.status.code(), Some(1));
     let text = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(text.contains("is `lmc serve` running"), "{text}");
+    assert!(text.contains("check that `lmc serve` runs"), "{text}");
 }
 
 /// Registers an engine of one layer `[blocks, tokens, size]` whose memory the server copies.

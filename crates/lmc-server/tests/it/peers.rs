@@ -360,7 +360,7 @@ fn a_peer_with_another_layout_serves_nothing_and_is_warned_about() {
     assert!(line.contains("layout"), "{line}");
     let shown = lmc_peers(&second, &[]);
     assert!(
-        shown.contains("shares nothing of model, as these differ: layout"),
+        shown.contains("shares no chunks of model, because these fields differ: layout"),
         "{shown}"
     );
     assert_eq!(retrieve(&mut other, &shm_name, "request"), 0);

@@ -709,7 +709,7 @@ fn each_engine_of_a_role_has_a_server_or_none_has() {
         let refused = refused.expect("the binary runs");
         let text = String::from_utf8_lossy(&refused.stderr);
         assert!(!refused.status.success());
-        let wanted = format!("as many {flag} as --{role}");
+        let wanted = format!("one {flag} for each --{role}");
         assert!(text.contains(&wanted), "{text}");
     }
 }

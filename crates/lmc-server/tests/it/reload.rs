@@ -140,7 +140,7 @@ fn a_hang_up_without_a_terminal_reads_the_settings_again() {
     daemon.server.line("DEBUG");
     daemon.add_setting("no_such_setting = 1");
     daemon.server.signal(libc::SIGHUP);
-    daemon.server.line("settings stay as they are");
+    daemon.server.line("settings not reloaded");
     daemon.server.terminate();
 }
 
@@ -175,7 +175,7 @@ fn a_quota_that_was_set_over_http_lasts_until_the_configuration_has_another() {
     assert_eq!(quotas(&start("a=3MiB")), [Some(3 * MIB), None]);
     fs::write(&file, "{").expect("a file");
     let server = start("a=3MiB");
-    drop(server.line("quotas that were set over HTTP are not known"));
+    drop(server.line("quotas that were set over HTTP cannot be read"));
     assert_eq!(quotas(&server), [Some(3 * MIB), None]);
     assert_eq!(
         fs::read_to_string(&file).expect("the file"),

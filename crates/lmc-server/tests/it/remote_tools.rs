@@ -270,8 +270,8 @@ fn is_checked(rig: &Rig) {
         "4.00 MiB: written in",
         "at a time",
         "values are listed",
-        "its clock is that of this host",
-        "what was written is removed",
+        "the store's clock is within a second of this host's clock",
+        "the written values are removed",
         "the store can be used",
     ] {
         assert!(said.out.contains(part), "no {part:?} in {}", said.out);
@@ -342,7 +342,7 @@ fn is_removed_by_selectors(rig: &Rig) {
         (&["--older-than", "1h", "--yes"], "--all"),
         (&["--model", "model"], "--yes is required"),
         (&["--all"], "--yes is required"),
-        (&["--model", "nosuch", "--yes"], "no space is described"),
+        (&["--model", "nosuch", "--yes"], "no space has a description"),
         (&["--space", "00", "--yes"], "32 digits"),
         (&["--tenant", salt_file, "--yes"], "No such file"),
         (
@@ -428,7 +428,7 @@ fn is_collected_by_selectors(rig: &Rig, path: &dyn Fn(Name) -> PathBuf, size: u6
     }
     let counts = || [&common, &salted, &other].map(|space| rig.count_of(space));
     for (flags, part) in [
-        (["--model", "nosuch"], "no space is described"),
+        (["--model", "nosuch"], "no space has a description"),
         (["--space", "00"], "32 digits"),
         (["--tenant", "/nosuch"], "No such file"),
     ] {
@@ -566,7 +566,7 @@ fn a_folder_is_collected_by_age_and_size_and_leftovers_go() {
     let said = rig.run("gc", &flags).succeeded();
     for part in [
         "would remove 2 chunks",
-        "2 too old",
+        "2 chunks too old",
         "would remove 3 files",
         "1 descriptions",
         "would remove 1 values",
@@ -659,7 +659,7 @@ fn urls_are_checked_and_their_passwords_are_never_shown() {
     let mut command = crate::common::lmc();
     command.env("LMC_REMOTE", "redis://:marked-secret@127.0.0.1:1");
     let refused = command.args(["remote", "check"]).output();
-    Said::of(refused.expect("it runs")).failed_with("is it running");
+    Said::of(refused.expect("it runs")).failed_with("check that the store runs");
 }
 
 #[test]
@@ -764,7 +764,7 @@ fn chunks_of_a_redis_are_removed() {
     let said = rig
         .run("rm", &["--all", "--older-than", "1s", "--yes"])
         .succeeded();
-    assert!(said.out.contains("3 chunks are left"), "{}", said.out);
+    assert!(said.out.contains("3 chunks stay"), "{}", said.out);
     rig.put(&[probe([3; 32])]);
     rig.run("gc", &["--model", "model", "--older-than", "1s"])
         .succeeded();

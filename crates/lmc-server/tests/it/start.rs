@@ -282,7 +282,7 @@ fn refused() {
         assert!(err.contains(part), "{err}");
     };
     fails(&["--chunk-size", "none"], "--chunk-size");
-    fails(&["--ipc-path", "/run/other"], "leave --ipc-path out");
+    fails(&["--ipc-path", "/run/other"], "omit --ipc-path");
     let open = |mode| {
         let mode = fs::Permissions::from_mode(mode);
         fs::set_permissions("/run/lmc", mode).expect("it is ours");

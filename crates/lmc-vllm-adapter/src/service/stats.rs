@@ -1,4 +1,4 @@
-//! Counters that handlers bump and others read: atomics, no locks.
+//! Counters that handlers increment and other threads read: atomics, no locks.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -57,13 +57,13 @@ counters! {
     lookup_tokens,
     /// Tokens that lookups found, in any tier.
     hit_tokens,
-    /// Tokens that lookups found and DRAM had on its own, in every rank.
+    /// Tokens that lookups found in DRAM, in every rank.
     hit_tokens_dram,
-    /// Tokens that lookups found and lower tiers added to what DRAM had.
+    /// Tokens that lookups found in lower tiers, in addition to those in DRAM.
     hit_tokens_lower,
     /// Tokens of tails that lookups found; not in `hit_tokens`.
     hit_tokens_tail,
-    /// Tokens missed because nothing is known of the first missing chunk: probably never stored.
+    /// Tokens missed because the first missing chunk is unknown: probably never stored.
     missed_never_stored,
     /// Tokens missed because the first missing chunk was evicted, probably.
     missed_evicted,
@@ -82,7 +82,7 @@ counters! {
     missed_tier_late,
     /// Tokens missed because a tier failed or was out of use, probably.
     missed_tier_down,
-    /// Tokens missed because a lower tier had lost the chunk that it was said to have, probably.
+    /// Tokens missed because a lower tier had lost a chunk that was expected there, probably.
     missed_tier_lost,
     /// Tokens missed because a limit on leases, sessions or memory was reached.
     missed_limit,
@@ -93,51 +93,52 @@ counters! {
     lookup_tail_tokens,
     /// Lookups for a model that no engine has registered.
     lookups_unregistered,
-    /// Stores that ended well, in either mode.
+    /// Stores that succeeded, in either mode.
     stores,
     /// Stores that were dropped or failed.
     stores_failed,
-    /// Stores not made because the request asked for that (`lmcache.skip_save`).
+    /// Stores skipped because the request asked for it (`lmcache.skip_save`).
     stores_skipped,
-    /// Lookups that may wait for a peer that their request names (`lmcache.pd.wait_ms`).
+    /// Lookups whose request names a peer, and that may wait for it (`lmcache.pd.wait_ms`).
     source_waits,
-    /// Lookups that did not wait for a peer because too many others did.
+    /// Lookups that did not wait for a peer because too many other lookups waited.
     source_waits_refused,
     /// Lookups whose request names a peer to push to (`lmcache.pd.to`) that is not connected.
     pushes_unknown,
     /// Requests whose chunks all ranks had stored.
     notices_stored,
-    /// Requests that ended without that, or that were not watched.
+    /// Requests that ended before all ranks had stored their chunks, or that were not watched.
     notices_failed,
-    /// Notices that a proxy did not take, each counted for each proxy.
+    /// Notices that a proxy did not take, counted for each proxy.
     notices_lost,
     /// Spans that the tracer did not take in time, or that its collector did not take.
     spans_lost,
-    /// Chunks made findable.
+    /// Chunks that engines stored.
     stored_chunks,
-    /// Bytes made findable.
+    /// Bytes of chunks that engines stored.
     stored_bytes,
-    /// Chunks not stored because they were there or being written already.
+    /// Chunks not stored because they were already stored or being written.
     chunks_present,
     /// Chunks not stored because no pool memory could be reserved.
     chunks_no_room,
-    /// Chunks not stored because the cache was cleared since their request began, or may have been.
+    /// Chunks not stored because the cache was cleared, or may have been cleared, since their request
+    /// began.
     chunks_outdated,
     /// Chunks not stored because the engine was being drained.
     chunks_drained,
     /// Chunks not stored because the engine had dropped some of their blocks.
     chunks_null,
-    /// Retrieves that ended well, in either mode.
+    /// Retrieves that succeeded, in either mode.
     retrieves,
     /// Retrieves that missed a chunk.
     retrieves_missed,
-    /// Tokens that engines retrieved, each once however many workers an engine has.
+    /// Tokens that engines retrieved; each token counts once, however many workers an engine has.
     retrieved_tokens,
     /// Tokens of tails that engines retrieved; not in `retrieved_tokens`.
     retrieved_tokens_tail,
-    /// Chunks handed back.
+    /// Chunks that engines retrieved.
     retrieved_chunks,
-    /// Bytes handed back.
+    /// Bytes of chunks that engines retrieved.
     retrieved_bytes,
     /// Nanoseconds that the server spent copying into the cache.
     gather_nanos,
@@ -147,20 +148,21 @@ counters! {
     gather_bytes,
     /// Bytes that the server copied out of the cache.
     scatter_bytes,
-    /// Copies that were not made because their worker was gone or had given up waiting.
+    /// Copies that were not made because their worker was gone or no longer waited.
     copies_too_late,
-    /// Commits of something that was never prepared, or committed before.
+    /// Commits of transfers that were never prepared, or were already committed.
     commits_unknown,
     /// Commits and unregistrations refused because another connection owns the transfer or the
     /// worker.
     commits_foreign,
     /// Stores abandoned by a worker that went away.
     stores_abandoned,
-    /// Slots held after the connection that had prepared them ended.
+    /// Slots that stayed held after the end of the connection that had prepared them.
     slots_orphaned,
     /// Slots of ended connections released because their process was dead.
     slots_released_by_death,
-    /// Slots of ended connections released because their worker said that it copies for none of them.
+    /// Slots of ended connections released because their worker reported that none of its copies uses
+    /// them.
     slots_released_by_worker,
     /// Slots of ended connections released because the grace time was over.
     slots_released_by_grace,
@@ -170,19 +172,19 @@ counters! {
     registrations,
     /// Registrations refused.
     registrations_refused,
-    /// Times that two engines were found to share a KV layout that does not name its format.
+    /// Number of times that two engines were found to share a KV layout that does not name its format.
     opaque_layouts_shared,
-    /// Workers removed because they were silent or their connection ended.
+    /// Workers removed because they sent no messages or their connection ended.
     workers_reaped,
-    /// Sessions ended by time instead of by the engine.
+    /// Sessions that expired before the engine ended them.
     sessions_expired,
-    /// Leases of lookups ended by time instead of by the engine.
+    /// Leases of lookups that expired before the engine ended them.
     lookup_leases_expired,
-    /// Requests turned away because a limit on sessions, workers or transfers was reached.
+    /// Requests refused because a limit on sessions, workers or transfers was reached.
     over_limit,
     /// Blocks that engines reported as allocated.
     reported_blocks,
-    /// Signs of life.
+    /// Pings of workers.
     pings,
 }
 
@@ -192,7 +194,7 @@ counters! {
 pub struct OperationCounts {
     /// Name of the operation.
     pub operation: &'static str,
-    /// Requests refused with a text.
+    /// Requests refused with an error text.
     pub refused: u64,
     /// Time from the last byte of the request to the answer.
     pub latency: HistogramSnapshot,
@@ -208,16 +210,16 @@ pub struct TransportCounts {
     pub connections_accepted: u64,
     /// Connections closed at once because there were too many.
     pub connections_refused: u64,
-    /// Connections closed at once because their user is not trusted, or had closed its end before
-    /// it could be known.
+    /// Connections closed at once because their user is not trusted, or because the client had closed
+    /// its end before its user was known.
     pub untrusted: u64,
-    /// Connections closed because the peer broke the protocol.
+    /// Connections closed because the client broke the protocol.
     pub broken: u64,
-    /// Connections closed because the peer stalled.
+    /// Connections closed because the client stalled.
     pub stalled: u64,
-    /// Connections closed because the peer asked for nothing.
+    /// Connections closed because the client sent no requests.
     pub silent: u64,
-    /// Connections closed to admit others: they owned nothing and were idle for longest.
+    /// Connections closed to admit others: they owned nothing and had been idle for longest.
     pub closed_idle: u64,
     /// Messages dropped because they name no request to answer.
     pub unanswerable: u64,

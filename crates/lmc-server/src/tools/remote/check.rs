@@ -1,4 +1,4 @@
-//! `lmc remote check`: whether a store can be used from here, how fast it is, and what to change.
+//! `lmc remote check`: checks that a store can be used from this host, measures it, and says what to change.
 
 use std::collections::HashSet;
 use std::hash::{BuildHasher, RandomState};
@@ -24,25 +24,26 @@ use crate::stdout::outln;
 pub(super) const HELP: &str = "\
 Example:
   lmc remote check file:///mnt/shared/lmc
-It takes a few seconds and writes at most 130 MiB under names that no daemon reads, which it removes
-again. The exit code is 1 when anything is wrong. `lmc remote gc` removes what a killed check left.";
+The check takes a few seconds. It writes at most 130 MiB under names that no daemon reads, and removes
+these values again. The exit code is 1 if there is a fault. `lmc remote gc` removes the values of a
+killed check.";
 
 /// Time for one operation.
 const STEP: Duration = Duration::from_secs(10);
-/// Time to find the probes in a listing. A Redis looks at all its keys for that.
+/// Time to find the probes in a listing. Redis walks all its keys for a listing.
 const LIST: Duration = Duration::from_secs(30);
 /// Sizes of the values that are measured.
 const SIZES: [u64; 2] = [64 << 10, 4 << 20];
-/// Values of one size that are written at most: one at a time, and side by side.
+/// Limit on the values of one size that are written one at a time, and in parallel.
 const MOST: usize = 16;
-/// Time to measure one thing.
+/// Time for one measurement.
 const MEASURE: Duration = Duration::from_millis(300);
-/// Time to write or read side by side, as estimated from one at a time.
+/// Time to write or read in parallel, as estimated from the time of single values.
 const BATCH: Duration = Duration::from_secs(2);
-/// Difference of clocks that is worth a word, in milliseconds.
+/// Difference of clocks from which the check prints a note, in milliseconds.
 const SKEW_MS: i64 = 60_000;
 
-/// A fault; what follows on it is left out.
+/// A fault after which the remaining steps are skipped.
 struct Stopped;
 
 struct Check {
@@ -65,7 +66,7 @@ pub(super) async fn run(target: Target) -> Result<()> {
         faults: 0,
     };
     outln!("checking {}", check.target.url);
-    // What was found is printed; what was written is removed in any case.
+    // Faults are already printed. The written values are removed in any case.
     let _ = check.use_store().await;
     check.clean_up().await;
     match check.faults {
@@ -113,19 +114,19 @@ impl Check {
         Ok(())
     }
 
-    /// Looks for the newest clear, the first thing that a daemon asks for.
+    /// Reads the object of clears, which a daemon reads first.
     async fn clears(&mut self) -> Result<(), Stopped> {
         let set = read_clears(&*self.store, step()).await;
         match set.map_err(|error| self.failed("reading the object of clears", &error))? {
-            Ok(None) => ok("it answers; no server has used it yet"),
+            Ok(None) => ok("the store answers; no server has used it yet"),
             Ok(Some(record)) => match record.clears.total() {
-                0 => ok("it answers; no clear was passed on through it"),
+                0 => ok("the store answers; no clear was passed on through it"),
                 clears => ok(&format!(
-                    "it answers; {clears} clears were passed on through it"
+                    "the store answers; {clears} clears were passed on through it"
                 )),
             },
             Err(error @ ClearsError::Damaged) => note(&format!(
-                "{error}: daemons that run write it again; where none does, all chunks count as cleared"
+                "{error}: running daemons write it again; if none runs, all chunks count as cleared"
             )),
             Err(error) => {
                 self.fault(&format!("{error}: use one release of lmc with one store"));
@@ -134,7 +135,7 @@ impl Check {
         Ok(())
     }
 
-    /// Writes and reads an object of the kind that clears and descriptions are.
+    /// Writes and reads a small object, such as clears and descriptions are.
     async fn small_object(&mut self) -> Result<(), Stopped> {
         let name = Name::Space(PROBE_FOLDER, PROBE_SPACE);
         let bytes = format!("{{\"check\": {}}}\n", random(0)).into_bytes();
@@ -145,12 +146,12 @@ impl Check {
         }
         match self.store.read(name, bytes.len(), step()).await {
             Ok(Some(found)) if found == bytes => Ok(()),
-            Ok(_) => Err(self.fault("a small object that was just written has other bytes: does another check run, or does a cache stand before the store?")),
+            Ok(_) => Err(self.fault("a small object that was just written has other bytes: end other running checks, and remove any cache between this host and the store")),
             Err(error) => Err(self.failed("reading a small object", &error)),
         }
     }
 
-    /// Writes and reads values of one size, one at a time and side by side.
+    /// Writes and reads values of one size, one at a time and in parallel.
     async fn measure(&mut self, size: u64) -> Result<(), Stopped> {
         let slot = self.payload(size)?;
         let shown = human_bytes(size);
@@ -180,7 +181,7 @@ impl Check {
         let each = write.max(read).as_secs_f64().max(1e-6);
         let count = ((BATCH.as_secs_f64() / each) as usize).min(MOST);
         if count < 2 {
-            note(&format!("{shown}: too slow to be measured side by side"));
+            note(&format!("{shown}: too slow to be measured in parallel"));
             return Ok(());
         }
         let keys: Vec<ValueName> = (0..count).map(|_| new_key()).collect();
@@ -202,7 +203,7 @@ impl Check {
 
     fn payload(&mut self, size: u64) -> Result<SealedSlot, Stopped> {
         let Some(mut slot) = self.pool.reserve(size) else {
-            return Err(self.fault("there is no memory for a value"));
+            return Err(self.fault("this host has no memory for a value"));
         };
         let seed = random(size);
         for (n, word) in slot.bytes_mut().chunks_mut(8).enumerate() {
@@ -217,7 +218,7 @@ impl Check {
             match put {
                 Ok(Put::Written) => {}
                 Ok(Put::Present) => {
-                    return Err(self.fault("a new name is taken already: does something answer for the store that is not it?"));
+                    return Err(self.fault("a new name exists already: check that the URL names the store itself, and that no other server answers for it"));
                 }
                 Err(error) => return Err(self.failed("writing a value", &error)),
             }
@@ -255,7 +256,7 @@ impl Check {
         };
         let items: Option<Vec<GetItem>> = keys.iter().map(reserve).collect();
         let Some(items) = items else {
-            return Err(self.fault("there is no memory for values"));
+            return Err(self.fault("this host has no memory for values"));
         };
         let got = self.store.get(items, step());
         for got in in_order(got, keys.len()).await {
@@ -264,11 +265,11 @@ impl Check {
                     slot: mut found, ..
                 }) => {
                     if found.bytes_mut() != slot.bytes() {
-                        return Err(self.fault("a value has other bytes than were written: the store or the way to it damages data; test the memory of both hosts"));
+                        return Err(self.fault("a value has other bytes than were written: the store or the network damages data; test the memory of both hosts"));
                     }
                 }
                 Some(Got::Absent(_)) => {
-                    return Err(self.fault("a value that was just written is absent: does a cache stand before the store, or does it evict at once?"));
+                    return Err(self.fault("a value that was just written is absent: remove any cache between this host and the store, and check that the store does not evict at once"));
                 }
                 Some(Got::Refused { refusal, .. }) => {
                     return Err(self.fault(&format!(
@@ -284,16 +285,16 @@ impl Check {
         Ok(())
     }
 
-    /// Writes a value that is there.
+    /// Writes a value that exists.
     async fn overwrite(&mut self) -> Result<(), Stopped> {
         let slot = self.payload(SIZES[0])?;
         let key = new_key();
         self.put(&[key], &slot).await?;
         match self.try_put(&[key], &slot).await.pop() {
-            Some(Ok(Put::Present)) => ok("a value that is there is not written again"),
+            Some(Ok(Put::Present)) => ok("an existing value is not written again"),
             Some(Ok(Put::Written)) => note(
-                "the store knows no conditional writes: two daemons that store one chunk both \
-                 write it, which costs traffic and does no harm",
+                "the store has no conditional writes: two daemons that store the same chunk both \
+                 write it, which costs traffic and is harmless",
             ),
             Some(Err(error)) => return Err(self.failed("writing a value again", &error)),
             None => return Err(self.failed("writing a value again", &StoreError::Deadline)),
@@ -320,33 +321,33 @@ impl Check {
             Ok(Ok(())) => {
                 let missing = missing.len();
                 let text = format!(
-                    "{missing} of {count} values are not listed: `lmc remote` cannot see all chunks there"
+                    "{missing} of {count} values are not listed: `lmc remote` cannot see all chunks of this store"
                 );
                 return Err(self.fault(&text));
             }
             Ok(Err(error)) => {
-                return Err(self.fault(&format!("{error}; S3 needs s3:ListBucket for it")));
+                return Err(self.fault(&format!("{error}; for a listing, S3 requires the permission s3:ListBucket")));
             }
             Err(_) => note(
-                "a listing takes more than 30 s: the store has very many keys; `lmc remote du` and `rm` take long",
+                "a listing takes more than 30 s: the store has very many keys, and `lmc remote du` and `rm` take long",
             ),
         }
         if others > 0 {
             note(&format!(
-                "{others} values of other checks are there: where none runs now, `lmc remote gc` removes them"
+                "the store has {others} values of other checks: if no other check runs now, `lmc remote gc` removes them"
             ));
         }
         Ok(())
     }
 
-    /// Says what is particular to the kind of store.
+    /// Reports properties that depend on the kind of store.
     async fn facts(&mut self) {
         let ahead = match &self.target.opened {
             Opened::File(store) => {
                 match store.is_direct() {
                     true => ok("files are read and written without the page cache (O_DIRECT)"),
                     false => note(
-                        "the file system takes no O_DIRECT: files go through the page cache, which takes memory and a copy",
+                        "the file system does not support O_DIRECT: files go through the page cache, which costs memory and a copy",
                     ),
                 }
                 store.clock_ahead_ms()
@@ -362,26 +363,26 @@ impl Check {
                         }
                     }
                     Err(error) => note(&format!(
-                        "INFO memory is not answered ({error}): see for yourself that maxmemory is set"
+                        "the store does not answer INFO memory ({error}): check by hand that maxmemory is set"
                     )),
                 }
-                // A login may be denied it.
+                // A login may lack the right to ask for the time.
                 store.clock_ahead_ms(step()).await.ok().flatten()
             }
             Opened::S3(store) => store.clock_ahead_ms(),
             _ => None,
         };
         match ahead {
-            None => note("its clock is not known"),
-            Some(ms) if ms.abs() < SKEW_MS => ok(&format!("its clock is {}", skew(ms))),
+            None => note("the store's clock is not known"),
+            Some(ms) if ms.abs() < SKEW_MS => ok(&format!("the store's clock is {}", skew(ms))),
             Some(ms) => note(&format!(
-                "its clock is {}: set both by NTP; ages are by the store's clock, and S3 refuses requests that are 15 minutes off",
+                "the store's clock is {}: set both by NTP; ages count by the store's clock, and S3 refuses requests that are 15 minutes off",
                 skew(ms)
             )),
         }
     }
 
-    /// Removes what was written.
+    /// Removes the written values.
     async fn clean_up(&mut self) {
         let names: Vec<Name> = self.written.drain().collect();
         if names.is_empty() {
@@ -390,7 +391,7 @@ impl Check {
         let removed = self.store.remove(&names, Instant::now() + LIST).await;
         let failed = removed.into_iter().find_map(Result::err);
         if let Some(error) = failed {
-            let doing = "removing what was written (`lmc remote gc` removes it later)";
+            let doing = "removing the written values (`lmc remote gc` removes them later)";
             self.failed(doing, &error);
             return;
         }
@@ -398,8 +399,8 @@ impl Check {
         let keys: Vec<ValueName> = keys.take(MOST).collect();
         let heads = self.store.heads(&keys, step()).await;
         match heads.into_iter().find(|head| !matches!(head, Ok(None))) {
-            None => ok("what was written is removed"),
-            Some(Ok(_)) => _ = self.fault("a value that was removed is still there: does a cache stand before the store, or does the bucket keep versions?"),
+            None => ok("the written values are removed"),
+            Some(Ok(_)) => _ = self.fault("a removed value still exists: remove any cache between this host and the store, and check whether the bucket keeps versions"),
             Some(Err(error)) => _ = self.failed("looking for a removed value", &error),
         }
     }
@@ -411,8 +412,8 @@ fn skew(ms: i64) -> String {
         if ms < 0 { "behind" } else { "ahead of" },
     );
     match by {
-        0..1000 => "that of this host, within a second".to_owned(),
-        _ => format!("{} s {side} this host's", by / 1000),
+        0..1000 => "within a second of this host's clock".to_owned(),
+        _ => format!("{} s {side} this host's clock", by / 1000),
     }
 }
 

@@ -16,7 +16,7 @@ use super::{Target, Url, deadline, explained};
 use crate::config::human_bytes;
 use crate::stdout::{out, outln};
 
-/// Spaces that are counted each; what is of more is counted together.
+/// Limit on the spaces that are counted separately; further spaces are counted together.
 const MAX_SPACES: usize = 16_384;
 
 /// Text after the help of the command.
@@ -24,9 +24,9 @@ pub(super) const HELP: &str = "\
 Examples:
   lmc remote du file:///mnt/shared/lmc
   lmc remote du s3://bucket/lmc --json | jq '.models'
-A tenant is shown by the digest of its cache_salt, which daemons with --remote-key or --p2p-key
-write; as `salted` where they had no key; as `none` without a salt. Chunks of a space without a
-description (an lmc before descriptions wrote it, or a lifecycle rule took it) have no model.";
+A tenant is shown as the digest of its cache_salt, which daemons with --remote-key or --p2p-key write;
+as `salted` if they had no key; as `none` without a salt. Chunks of a space without a description have
+no model: an older lmc wrote them, or a lifecycle rule removed the description.";
 
 // A doc comment here would become the text of the command.
 #[derive(Debug, Args)]
@@ -101,8 +101,8 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// Returns chunks with their lengths: those of the listing, or those of the values where it has
-/// none. A chunk that went meanwhile is left out.
+/// Returns chunks with their lengths, from the listing, or from the values if the listing has none. A chunk
+/// that was removed meanwhile is omitted.
 pub(super) async fn sized(
     store: &Arc<dyn Store>,
     objects: Vec<ListedObject>,
@@ -138,7 +138,7 @@ struct Row {
 /// The usage of a store.
 #[derive(Debug)]
 struct Report {
-    /// The largest first.
+    /// One row for each space, the largest first.
     rows: Vec<Row>,
     others: Usage,
     total: Usage,
@@ -165,7 +165,7 @@ impl Report {
         }
     }
 
-    /// Sums the rows under a name that each has, the largest sum first.
+    /// Sums the rows by a name, the largest sum first.
     fn sums(&self, name: impl Fn(&Row) -> Option<String>) -> Vec<(Option<String>, Usage)> {
         let mut sums: BTreeMap<Option<String>, Usage> = BTreeMap::new();
         for row in &self.rows {
@@ -263,7 +263,7 @@ fn described(row: &Row) -> String {
     let Some(record) = &row.record else {
         return match row.space {
             PROBE_SPACE => "probes of `lmc remote check`; `lmc remote gc` removes them",
-            _ => "select it by --space",
+            _ => "no description; select it with --space",
         }
         .to_owned();
     };

@@ -1,4 +1,4 @@
-//! `lmc remote gc`: keeps a store that does not expire by itself within its size and age.
+//! `lmc remote gc`: keeps a store within a size and an age if it does not expire chunks by itself.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use super::{Target, Url, deadline, explained, memory};
 use crate::config::{human_bytes, parse_bytes};
 use crate::stdout::outln;
 
-/// Age from which what a check or a writer left is removed.
+/// Age from which the leftovers of a check or a writer are removed.
 const LEFT: Duration = Duration::from_secs(3600);
 /// Time for one folder; the collection itself ends before.
 const FOLDER: Duration = Duration::from_secs(660);
@@ -34,14 +34,14 @@ Examples:
   lmc remote gc file:///mnt/shared/lmc --size 20TiB --older-than 30d
   lmc remote gc s3://bucket/lmc --older-than 30d --dry-run
   lmc remote gc file:///mnt/shared/lmc --model meta-llama/Llama-3.1-8B --size 2TiB
-Selectors narrow each other, as for `lmc remote rm`: only chunks of the spaces that they pick count
-towards the size and are removed, and of the leftovers only those of these spaces; values of killed
-checks stay.
-Without --size and --older-than only leftovers go: files that were being written an hour ago or
-earlier, values of killed checks, descriptions of spaces without chunks. A folder within the size
-loses nothing; beyond it, each of its 256 parts loses the chunks that no daemon asks for any more,
-and then those that were used longest ago, until the whole is within the size; so does a bucket. Daemons with --remote-size or --remote-ttl do the same by themselves.
-A Redis needs no collection.";
+Several selectors narrow the selection, as for `lmc remote rm`: only chunks and leftovers of the selected
+spaces are removed, and only these chunks count towards the size; values of killed checks stay.
+Without --size and --older-than only leftovers are removed: files that were being written an hour ago or
+earlier, values of killed checks, descriptions of spaces without chunks. A folder within the size loses no
+chunks. Above the size, each of its 256 parts loses first the chunks that no daemon asks for any more, and
+then the chunks that were used longest ago, until the whole folder is within the size. A bucket loses
+chunks in the same order. Daemons with --remote-size or --remote-ttl do the same by themselves.
+Redis needs no collection.";
 
 // A doc comment here would become the text of the command.
 #[derive(Debug, Args)]
@@ -50,11 +50,11 @@ pub(crate) struct Arguments {
     pub(super) url: Url,
     #[command(flatten)]
     selectors: Selectors,
-    /// Most bytes of the chunks, such as 20TiB; a bare number is bytes. Those that were used longest
-    /// ago go first.
+    /// Limit on the bytes of the chunks, such as 20TiB; a bare number is bytes. Chunks that were used longest
+    /// ago are removed first.
     #[arg(long, value_name = "SIZE")]
     size: Option<String>,
-    /// Age above which chunks go, such as 12h or 30d.
+    /// Age above which chunks are removed, such as 12h or 30d.
     #[arg(long, value_name = "DURATION")]
     older_than: Option<String>,
     /// Only show what would be removed.
@@ -93,7 +93,7 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
                 bytes: collected.removed_bytes,
             };
             outln!(
-                "{verb} {}: {} too old, {} beyond the size; {} are left",
+                "{verb} {}: {} chunks too old, {} chunks beyond the size; {} are left",
                 shown(usage),
                 collected.expired,
                 collected.evicted,
@@ -114,7 +114,7 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
         }
         Opened::Redis(store) => {
             outln!(
-                "a Redis bounds itself by maxmemory, and by the expiry that daemons with --remote-ttl set: no chunk is collected"
+                "Redis limits itself by maxmemory, and by the expiry that daemons with --remote-ttl set: no chunk is collected"
             );
             let nodes = store.memory(deadline()).await;
             let nodes = nodes.map_err(|error| anyhow!("INFO memory: {}", explained(&error)))?;
@@ -133,8 +133,8 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-/// Collects all folders, one at a time: all spaces, or some. A folder that cannot be collected does
-/// not keep the others from that: the first failure comes with what was collected.
+/// Collects all folders, one at a time, for all spaces or some. If a folder cannot be collected, the
+/// others still are. Returns what was collected, and the first failure.
 async fn collect(
     store: &Arc<FileStore>,
     limits: Limits,
@@ -217,8 +217,8 @@ async fn has_chunks(target: &Target, folder: ChunkFolder, space: SpaceId) -> Res
     Ok(!page.objects.is_empty() || page.next.is_some())
 }
 
-/// Removes the chunks of a listing that are too old, and those beyond the size: first those that no
-/// daemon asks for any more, and then the oldest ones. Chunks of one minute go together.
+/// Removes the chunks of a listing that are too old or beyond the size: first the chunks that no daemon
+/// asks for any more, and then the oldest chunks. Chunks of one minute are removed together.
 async fn collect_listed(
     target: &Target,
     selection: &Selection,
@@ -246,7 +246,7 @@ async fn collect_listed(
     apply(target, selection.listing(target), action, pick).await
 }
 
-/// Returns the selected chunks of a page, but those of checks, with the standing of their folders.
+/// Returns the selected chunks of a page, except values of checks, with the standing of their folders.
 async fn with_standing(
     target: &Target,
     selection: &Selection,
@@ -276,7 +276,7 @@ async fn with_standing(
     Ok(found)
 }
 
-/// Returns where the chunks that have to go begin, so that the others have at most `most` bytes.
+/// Returns the first key of the chunks to remove, so that the other chunks have at most `most` bytes.
 async fn first_to_go(
     target: &Target,
     selection: &Selection,
@@ -287,7 +287,7 @@ async fn first_to_go(
     while let Some(page) = listing.next().await? {
         for (object, standing) in with_standing(target, selection, page).await? {
             let key = match standing {
-                // They stay, so they count before all others.
+                // These chunks stay, so they count before all others.
                 Standing::Unknown => (Standing::Used, 0),
                 standing => (standing, minute(&object)),
             };
@@ -303,8 +303,8 @@ fn minute(object: &ListedObject) -> u64 {
     minutes.min(MAX_MINUTES)
 }
 
-/// Returns the first key that has to go, with all keys after it, so that the keys before it have at most
-/// `most` bytes.
+/// Returns the first key that is to be removed with all keys after it, so that the keys before it have at
+/// most `most` bytes.
 fn cut<K: Copy + Ord>(bytes: &BTreeMap<K, u64>, most: u64) -> Option<K> {
     let mut sum = 0u64;
     bytes.iter().find_map(|(&key, &bytes)| {
@@ -313,20 +313,20 @@ fn cut<K: Copy + Ord>(bytes: &BTreeMap<K, u64>, most: u64) -> Option<K> {
     })
 }
 
-/// Removes what killed checks have left, and returns its number.
+/// Removes the values that killed checks have left, and returns their number.
 async fn probes(target: &Target, action: Action) -> Result<u64> {
     let store = target.opened.store();
     let mut listing = Listing::of_scope(&target.opened, Scope::PROBES);
     let mut count = 0;
     while let Some(page) = listing.next().await? {
-        // A Redis does not say an age: a check that runs now says that its values have gone.
+        // Redis gives no age, so values of a check that runs now are removed, too; that check reports it.
         let is_left = |object: &ListedObject| object.age.is_none_or(|age| age > LEFT);
         let names: Vec<_> = page.iter().filter(|o| is_left(o)).map(|o| o.name).collect();
         count += names.len() as u64;
         if action == Action::Remove && !names.is_empty() {
             let removed = store.remove(&names, deadline()).await;
             if let Some(error) = removed.into_iter().find_map(Result::err) {
-                return Err(anyhow!("values of checks stay: {}", explained(&error)));
+                return Err(anyhow!("cannot remove values of checks: {}", explained(&error)));
             }
         }
     }
@@ -342,7 +342,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_oldest_minutes_go_until_the_rest_fits() {
+    fn the_oldest_minutes_are_removed_until_the_rest_fits() {
         let minutes = BTreeMap::from([(0, 10), (5, 10), (7, 10)]);
         for (most, expected) in [
             (0, Some(0)),

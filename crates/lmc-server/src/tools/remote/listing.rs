@@ -29,7 +29,7 @@ pub(super) struct Listing {
 }
 
 impl Listing {
-    /// Lists the chunks of a store, or of one space. A bar shows people how far it is.
+    /// Lists the chunks of a store, or of one space. A bar shows the progress.
     pub(super) fn of_chunks(opened: &Opened, space: Option<SpaceId>) -> Self {
         let scopes = match opened {
             // One folder after the other, so that the bar shows how many are left.
@@ -40,7 +40,7 @@ impl Listing {
                     space,
                 })
                 .collect(),
-            // One listing of all costs no more requests than that of a part.
+            // A listing of everything costs no more requests than a listing of a part.
             _ => VecDeque::from([Scope::Values {
                 folder: None,
                 fanout: None,
@@ -99,7 +99,7 @@ impl Listing {
     }
 }
 
-/// Returns a bar that counts chunks of which the number is not known.
+/// Returns a bar that counts chunks whose total number is not known.
 fn chunks_bar() -> ProgressBar {
     ProgressBar::new_spinner().with_style(bars::style("{spinner} {msg} {pos} chunks"))
 }
@@ -110,8 +110,8 @@ pub(super) fn folders_bar(folders: u64) -> ProgressBar {
     ProgressBar::new(folders).with_style(style)
 }
 
-/// Reads the descriptions of spaces in folders, and returns each with the space's name in keys. A space without one, or with one that is damaged or of a later
-/// version, is left out.
+/// Reads the descriptions of spaces in folders, and returns each with the space's name in keys. A space
+/// without a description, or with a description that is damaged or of a later version, is omitted.
 pub(super) async fn descriptions(
     store: &Arc<dyn Store>,
     spaces: &[(ChunkFolder, SpaceId)],

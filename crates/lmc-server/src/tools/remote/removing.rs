@@ -13,7 +13,7 @@ use super::du::{Usage, shown, sized};
 use super::listing::Listing;
 use super::{TIMEOUT, Target, deadline, explained};
 
-/// The chunks that a command is about.
+/// The chunks that a command selects.
 #[derive(Debug)]
 pub(super) struct Selection {
     /// Spaces of the chunks; `None` for all.
@@ -26,7 +26,7 @@ pub(super) struct Selection {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Picked {
     pub(super) usage: Usage,
-    /// Chunks that were left out because the store does not say their age.
+    /// Chunks that were omitted because the store does not give their age.
     pub(super) ageless: u64,
 }
 
@@ -38,7 +38,7 @@ pub(super) enum Action {
 }
 
 impl Selection {
-    /// Returns whether an object is picked; `None` where its age would decide and is not known.
+    /// Returns whether an object is picked; `None` if its age would decide and is not known.
     pub(super) fn picks(&self, object: &ListedObject) -> Option<bool> {
         let Name::Value(name) = object.name else {
             return Some(false);
@@ -59,7 +59,7 @@ impl Selection {
             .is_none_or(|spaces| spaces.contains(&space))
     }
 
-    /// Lists the chunks of a store among which the picked ones are.
+    /// Lists chunks of a store, among them all chunks that can be picked.
     pub(super) fn listing(&self, target: &Target) -> Listing {
         let mut only = self.spaces.iter().flatten();
         let space = only.next().filter(|_| only.next().is_none());
@@ -85,7 +85,7 @@ impl Selection {
     }
 }
 
-/// Counts or removes what is picked of each page of a listing. Ends at the first page with a failure.
+/// Counts or removes the picked objects of each page of a listing. Ends at the first page with a failure.
 pub(super) async fn apply(
     target: &Target,
     mut listing: Listing,
@@ -104,7 +104,7 @@ pub(super) async fn apply(
         let mut failure = None;
         for ((_, bytes), removed) in chunks.into_iter().zip(removed) {
             match removed {
-                // One that another has removed meanwhile is gone, too.
+                // A chunk that another process has removed meanwhile counts as removed, too.
                 Ok(_) => usage.add(Usage { chunks: 1, bytes }),
                 Err(error) => failure = Some(error),
             }
@@ -117,7 +117,7 @@ pub(super) async fn apply(
     Ok(usage)
 }
 
-/// Makes the ages of a listing known: a file server's clock is read off a file that is written.
+/// Makes the ages of a listing known: the file server's clock is read from a new file.
 async fn know_ages(target: &Target) -> Result<()> {
     let Opened::File(store) = &target.opened else {
         return Ok(());

@@ -19,9 +19,9 @@ Examples:
   lmc remote rm file:///mnt/shared/lmc --model meta-llama/Llama-3.1-8B
   lmc remote rm redis://cache:6379 --tenant salt.txt --dry-run
   lmc remote rm s3://bucket/lmc --all --older-than 30d --yes
-Selectors narrow each other. A model and a tenant are found by the descriptions of spaces, which
-daemons write; `lmc remote du` shows them, and the ids of spaces that have none. Daemons that use
-the store go on: what is removed is a miss for them.";
+Several selectors narrow the selection. Models and tenants are found by the descriptions of spaces, which
+daemons write. `lmc remote du` shows the descriptions, and the ids of spaces without one. Daemons that
+use the store continue: the removed chunks are misses for them.";
 
 // A doc comment here would become the text of the command.
 #[derive(Debug, Args)]
@@ -30,7 +30,7 @@ pub(crate) struct Arguments {
     pub(super) url: Url,
     #[command(flatten)]
     selectors: Selectors,
-    /// Only chunks that are older, such as 12h or 30d, by the store's clock.
+    /// Only chunks older than this, such as 12h or 30d, by the store's clock.
     #[arg(long, value_name = "DURATION")]
     older_than: Option<String>,
     /// Chunks of all models, tenants and spaces.
@@ -39,7 +39,7 @@ pub(crate) struct Arguments {
     /// Only show how many chunks would be removed.
     #[arg(long)]
     dry_run: bool,
-    /// Remove without a question.
+    /// Remove without asking.
     #[arg(long)]
     yes: bool,
 }
@@ -55,7 +55,7 @@ pub(super) async fn run(target: Target, arguments: &Arguments) -> Result<()> {
         false => {
             let picked = arguments.selectors.spaces(&target).await?;
             Some(picked.context(
-                "expected --model, --space or --tenant; to remove the chunks of all models and tenants, give --all",
+                "expected --model, --space or --tenant; to remove the chunks of all models and tenants, use --all",
             )?)
         }
     };
@@ -91,8 +91,8 @@ pub(super) fn older_than(text: &str) -> Result<Duration> {
 fn say_ageless(picked: Picked) {
     if picked.ageless > 0 {
         outln!(
-            "{} chunks are left: the store does not say how old they are, so --older-than picks \
-             none of them; a Redis expires them where daemons have --remote-ttl",
+            "{} chunks stay: the store does not give their age, so --older-than picks none of them; \
+             Redis expires them if daemons have --remote-ttl",
             picked.ageless
         );
     }
@@ -101,7 +101,7 @@ fn say_ageless(picked: Picked) {
 /// Asks at the terminal.
 fn is_confirmed() -> Result<bool> {
     if !io::stdin().is_terminal() {
-        bail!("nothing was removed: --yes is required where no terminal can be asked");
+        bail!("nothing was removed: without a terminal, --yes is required");
     }
     out!("Remove them? [y/N] ");
     io::stdout().flush()?;

@@ -22,7 +22,7 @@ pub(super) struct Selectors {
     /// Only chunks of the space with this id, of 32 digits.
     #[arg(long, value_name = "ID")]
     space: Option<String>,
-    /// Only chunks of the tenant whose cache_salt is in this file, which other users must not be able to read; _default for none.
+    /// Only chunks of the tenant whose cache_salt is in this file, which other users must not be able to read; _default in the file means no salt.
     #[arg(long, value_name = "SALT_FILE")]
     tenant: Option<PathBuf>,
 }
@@ -34,7 +34,7 @@ impl Selectors {
             let id: Option<SpaceId> = text.parse().ok();
             id.with_context(|| {
                 format!(
-                    "--space {text}: expected the 32 digits of an id, as `lmc remote du` shows them"
+                    "--space {text}: expected an id of 32 digits, as `lmc remote du` shows it"
                 )
             })
         });
@@ -69,7 +69,7 @@ impl Selectors {
         }
         if picked.is_empty() {
             bail!(
-                "no space is described with that model and tenant: `lmc remote du {}` shows what is there",
+                "no space has a description with that model and tenant: `lmc remote du {}` shows the spaces",
                 target.url
             );
         }
@@ -87,7 +87,7 @@ fn read_salt(path: &Path) -> Result<Salt> {
         "" => bail!(
             "--tenant {shown}: the file is empty; write {DEFAULT_SALT} into it for traffic without a salt"
         ),
-        // The text of the error has a character of the salt.
+        // The error is not passed on: its text contains a character of the salt.
         salt => salts::parse(salt).map_err(|_| {
             anyhow!(
                 "--tenant {shown}: expected one salt of at most 128 characters, without @, / and \\"
