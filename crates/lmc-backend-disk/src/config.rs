@@ -13,6 +13,7 @@ use lmc_key::SpaceId;
 use lmc_memory::Arena;
 use tracing::{info, warn};
 
+use crate::DiskIo;
 use crate::backend::DiskBackend;
 use crate::claim::{Claim, Content, content, remove_remains};
 use crate::drive::{Drive, DriveSettings};

@@ -495,7 +495,10 @@ async fn reload_on_signal(
         let read = tokio::task::spawn_blocking(move || reload.now()).await;
         match read {
             Ok(Ok(_)) => {}
-            Ok(Err(error)) => warn!("settings not reloaded; the old ones stay in effect: {}", error_text(&error)),
+            Ok(Err(error)) => warn!(
+                "settings not reloaded; the old ones stay in effect: {}",
+                error_text(&error)
+            ),
             Err(error) => warn!(%error, "settings not reloaded; the old ones stay in effect"),
         }
     }
@@ -547,13 +550,17 @@ async fn ensure_free(config: &ServeConfig) -> Result<()> {
 /// Names the process that holds a port, and the remedy.
 fn occupied(error: &std::io::Error, port: u16, flag: &str) -> String {
     if error.kind() != ErrorKind::AddrInUse {
-        return format!("port {port} cannot be opened: check {flag} and the host setting next to it");
+        return format!(
+            "port {port} cannot be opened: check {flag} and the host setting next to it"
+        );
     }
     match occupant::of_port(port) {
         Some(holder) => {
             format!("port {port} is held by {holder}: stop it, or choose another {flag}")
         }
-        None => format!("port {port} is in use: stop the process that listens there, or choose another {flag}"),
+        None => format!(
+            "port {port} is in use: stop the process that listens there, or choose another {flag}"
+        ),
     }
 }
 

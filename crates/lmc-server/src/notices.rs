@@ -113,7 +113,9 @@ impl Proxies {
         self.queues.clear();
         let ended = async { while self.tasks.join_next().await.is_some() {} };
         if timeout(LAST_TIMEOUT, ended).await.is_err() {
-            warn!("not all proxies of --pd-notify took their last notices in time; these notices are lost");
+            warn!(
+                "not all proxies of --pd-notify took their last notices in time; these notices are lost"
+            );
         }
     }
 }

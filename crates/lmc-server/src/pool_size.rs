@@ -207,7 +207,13 @@ mod tests {
     #[test]
     fn the_pool_is_a_quarter_of_what_is_free_within_every_limit() {
         let (mib, gib) = (1 << 20, 1 << 30);
-        check(16 * gib, None, None, 4 * gib, "a quarter of the free memory");
+        check(
+            16 * gib,
+            None,
+            None,
+            4 * gib,
+            "a quarter of the free memory",
+        );
         check(16 * gib, Some(8 * gib), None, 2 * gib, "cgroup");
         let shm = Some(100 * gib);
         check(16 * gib, Some(64 * gib), shm, 4 * gib, "of the free memory");

@@ -678,7 +678,9 @@ impl Proxy {
                 Ok(Ok(answer)) => {
                     let status = answer.status();
                     match status.is_server_error() {
-                        true => self.failed("decode", &engine, &anyhow!("the engine answered {status}")),
+                        true => {
+                            self.failed("decode", &engine, &anyhow!("the engine answered {status}"))
+                        }
                         false => engine.note_answer(),
                     }
                     let had = status.is_success().then(|| HadAtEnd {
@@ -720,7 +722,10 @@ impl Proxy {
 }
 
 fn too_large() -> Refusal {
-    let text = format!("the request is too large: the limit is {} MiB", MAX_BODY >> 20);
+    let text = format!(
+        "the request is too large: the limit is {} MiB",
+        MAX_BODY >> 20
+    );
     (StatusCode::PAYLOAD_TOO_LARGE, text)
 }
 

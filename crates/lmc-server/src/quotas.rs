@@ -51,7 +51,9 @@ impl KeptQuotas {
         let (path, kept) = match read {
             Ok(kept) => (Some(path), kept),
             Err(error) => {
-                warn!("quotas that were set over HTTP cannot be read, and new ones are not kept over a restart: {error:#}");
+                warn!(
+                    "quotas that were set over HTTP cannot be read, and new ones are not kept over a restart: {error:#}"
+                );
                 (None, BTreeMap::new())
             }
         };

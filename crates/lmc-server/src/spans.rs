@@ -64,7 +64,9 @@ pub(crate) async fn send(
     let until = Instant::now() + LAST_TIMEOUT;
     let _ = timeout(LAST_TIMEOUT, collector.send(until)).await;
     if !collector.waiting.is_empty() {
-        warn!("the collector of --otlp-endpoint did not take the last spans in time; they are lost");
+        warn!(
+            "the collector of --otlp-endpoint did not take the last spans in time; they are lost"
+        );
     }
     collector.give_up();
 }

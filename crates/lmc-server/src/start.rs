@@ -463,7 +463,9 @@ impl Background {
             "flags": flags,
         });
         if let Err(error) = write_private(&record_beside(&self.socket), &record.to_string()) {
-            warn!("cannot record the settings of this server, so `lmc start` does not know them: {error:#}");
+            warn!(
+                "cannot record the settings of this server, so `lmc start` does not know them: {error:#}"
+            );
         }
     }
 

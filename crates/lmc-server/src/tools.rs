@@ -42,7 +42,9 @@ pub(crate) enum Tool {
     #[command(after_help = proxy::HELP)]
     Proxy(proxy::Arguments),
     /// Shows a server's hits, memory, disk, workers and latencies
-    #[command(after_help = "The exit code is 1 if no server answers, or if the server does not answer engines.")]
+    #[command(
+        after_help = "The exit code is 1 if no server answers, or if the server does not answer engines."
+    )]
     Status(Server),
     /// Shows a server's state in a terminal, and draws it again every two seconds
     #[command(after_help = top::HELP)]

@@ -80,7 +80,11 @@ impl Footprint {
         let (Some(first), Some(last)) = (before.stored_bytes, now.stored_bytes) else {
             bail!("the server is not lmc, so it is not known what its clear does");
         };
-        ensure!(now.workers == 0, "the server serves {} workers now", now.workers);
+        ensure!(
+            now.workers == 0,
+            "the server serves {} workers now",
+            now.workers
+        );
         let others = last.saturating_sub(first).saturating_sub(stored);
         ensure!(others == 0, "other engines stored {others} bytes meanwhile");
         let answer = Call::new("POST", "/cache/clear", Some(json!({"tier": "all"})));

@@ -225,7 +225,9 @@ fn play(plan: &Arc<Plan>, arguments: &Arguments, trace: &Trace) -> Result<Tally>
                     bar.inc(1);
                 }
                 if let Err(error) = engine.stop() {
-                    tally.errors.push(format!("unregistering failed: {error:#}"));
+                    tally
+                        .errors
+                        .push(format!("unregistering failed: {error:#}"));
                 }
                 tally
             };

@@ -187,7 +187,8 @@ impl Layers {
                 if table.insert(key.clone(), value).is_some() {
                     self.problems.push(Problem {
                         subject: format!("{file}: {key}"),
-                        text: "is also set in the table of its tier: set it in one of the two only".to_owned(),
+                        text: "is also set in the table of its tier: set it in one of the two only"
+                            .to_owned(),
                     });
                 }
             }
@@ -336,7 +337,11 @@ fn not_toml(text: &str, error: &toml::de::Error) -> String {
 /// Returns the type of a TOML value, with its article.
 pub(super) fn kind_of(value: &toml::Value) -> String {
     let kind = value.type_str();
-    let article = if kind.starts_with(['a', 'i']) { "an" } else { "a" };
+    let article = if kind.starts_with(['a', 'i']) {
+        "an"
+    } else {
+        "a"
+    };
     format!("{article} {kind}")
 }
 

@@ -519,7 +519,8 @@ pub(crate) fn listen_at(raw: &Raw) -> Result<Option<HostPort>, String> {
 pub(crate) fn reached_at(raw: &Raw) -> Result<Option<HostPort>, String> {
     match listen_at(raw)? {
         Some(at) if at.port == 0 || is_wildcard(&at.host) => Err(
-            "expected an address and a port that peers can connect to, not port 0 or a wildcard".to_owned(),
+            "expected an address and a port that peers can connect to, not port 0 or a wildcard"
+                .to_owned(),
         ),
         at => Ok(at),
     }

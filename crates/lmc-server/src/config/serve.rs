@@ -63,10 +63,7 @@ impl ServeConfig {
         for mut store in layers.take_stores() {
             let remote = RemoteSettings::take(&mut store);
             if stores.iter().any(|other| other.url == remote.url) {
-                store.refuse(
-                    "remote",
-                    "expected a store that no earlier table names",
-                );
+                store.refuse("remote", "expected a store that no earlier table names");
             }
             stores.push(remote);
             further_remotes.push(layers.finish_store(store));

@@ -93,7 +93,9 @@ fn user(uid: u32) -> Finding {
         ),
         uid => Finding::ok(
             "user",
-            format!("uid {uid}; run engines as the same user, or name their users in --trusted-users"),
+            format!(
+                "uid {uid}; run engines as the same user, or name their users in --trusted-users"
+            ),
         ),
     }
 }
@@ -288,7 +290,9 @@ fn port(check: &'static str, host: &str, port: u16, flag: &str) -> Finding {
             Some(holder) => Finding::problem(
                 check,
                 format!("{host}:{port} is held by {holder}"),
-                format!("stop that process, or choose another {flag}; ignore this if it is this server, already running"),
+                format!(
+                    "stop that process, or choose another {flag}; ignore this if it is this server, already running"
+                ),
             ),
             None => Finding::problem(
                 check,
@@ -329,7 +333,11 @@ fn io_uring(io: DiskIo) -> Finding {
                           io_uring_enter and io_uring_register (seccomp)";
             match io {
                 DiskIo::Uring => Finding::problem(check, found, remedy),
-                _ => Finding::warning(check, format!("{found}; threads read and write instead, which is slower"), remedy),
+                _ => Finding::warning(
+                    check,
+                    format!("{found}; threads read and write instead, which is slower"),
+                    remedy,
+                ),
             }
         }
     }

@@ -33,8 +33,7 @@ const MAX_QUOTAS: usize = 1024;
 const UNDER_WAY: &str =
     "a deletion in the shared stores is under way: GET /cache/clear/shared shows its progress";
 const CLEAR_FAILED: &str = "the clear failed: see the log";
-const NO_L2: &str =
-    "no L2 adapters configured: lmc's tiers below memory are set with --disk, and /status lists them";
+const NO_L2: &str = "no L2 adapters configured: lmc's tiers below memory are set with --disk, and /status lists them";
 
 pub(super) fn routes() -> Router<Arc<Http>> {
     Router::new()

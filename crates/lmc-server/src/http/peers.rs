@@ -157,7 +157,8 @@ fn peer_named(peers: &P2pBackend, name: &str) -> Result<(String, PeerId), Refuse
         }
         several => {
             let count = several.len();
-            let text = format!("{count} peers are named {name:?}: name one by its address or its id");
+            let text =
+                format!("{count} peers are named {name:?}: name one by its address or its id");
             Err((StatusCode::CONFLICT, text))
         }
     }

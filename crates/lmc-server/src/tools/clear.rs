@@ -57,7 +57,9 @@ pub(super) fn shared(server: &Server, force: bool) -> Result<ExitCode> {
         .count()
     {
         0 => Ok(exit_code(&answer["cleared"])),
-        _ => bail!("some chunks were not deleted: repeat `lmc clear --shared`, or use `lmc remote rm`"),
+        _ => bail!(
+            "some chunks were not deleted: repeat `lmc clear --shared`, or use `lmc remote rm`"
+        ),
     }
 }
 

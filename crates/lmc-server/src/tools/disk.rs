@@ -335,9 +335,7 @@ fn verify(tier: &DiskBackend) -> Result<Answer> {
     }
     bar.finish_and_clear();
     if unread > 0 {
-        bail!(
-            "{unread} chunks could not be read: check the drive's health (dmesg, smartctl)"
-        );
+        bail!("{unread} chunks could not be read: check the drive's health (dmesg, smartctl)");
     }
     let text = format!(
         "{whole} chunks are whole ({}), {damaged} were damaged\n",

@@ -141,10 +141,9 @@ impl Call {
                 "no server answers at {url}: check that `lmc serve` runs and that --url is its HTTP address"
             )
         })?;
-        let body: Value = answer
-            .body_mut()
-            .read_json()
-            .context("the answer is not JSON: check that --url is the HTTP address of `lmc serve`")?;
+        let body: Value = answer.body_mut().read_json().context(
+            "the answer is not JSON: check that --url is the HTTP address of `lmc serve`",
+        )?;
         if !answer.status().is_success() {
             let text = body["error"].as_str().unwrap_or("no reason given");
             bail!("the server refused: {text}");

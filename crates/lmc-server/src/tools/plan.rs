@@ -303,7 +303,10 @@ impl Element {
         match name.trim_start_matches("torch.") {
             "bfloat16" => Ok(Self::Bfloat16),
             "float16" | "half" | "float32" | "float" => Ok(Self::Float16),
-            other => bail!("its dtype is {}, which this command does not know: set --kv-cache-dtype", Printable(other)),
+            other => bail!(
+                "its dtype is {}, which this command does not know: set --kv-cache-dtype",
+                Printable(other)
+            ),
         }
     }
 
@@ -362,7 +365,9 @@ impl Plan {
         );
         let ranks = arguments.tensor_parallel_size;
         let token = cache.token(ranks);
-        let token = token.with_context(|| format!("--tensor-parallel-size {ranks}: a token takes too many bytes"))?;
+        let token = token.with_context(|| {
+            format!("--tensor-parallel-size {ranks}: a token takes too many bytes")
+        })?;
         let chunk = token * chunk_size;
         let shared = shared / chunk_size;
         let own = tokens / chunk_size - shared;

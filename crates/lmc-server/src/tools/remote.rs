@@ -117,8 +117,7 @@ fn memory(node: &RedisMemory) -> (bool, String) {
     let text = format!("{name}: {used} of {max} in use, maxmemory-policy {policy}");
     match policy {
         "noeviction" => {
-            let remedy =
-                "when full, it refuses chunks; set allkeys-lru if only lmc uses it";
+            let remedy = "when full, it refuses chunks; set allkeys-lru if only lmc uses it";
             (false, format!("{text}: {remedy}"))
         }
         _ => (true, text),

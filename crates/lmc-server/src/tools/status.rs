@@ -278,7 +278,10 @@ fn workers(out: &mut String, instances: &Value) {
         if instance["gpu"].is_string() {
             let gpu = text(&instance["gpu"]);
             let open = bytes(&instance["gpu_bytes"]);
-            let _ = writeln!(out, "  on {gpu}, {open} of its memory is open in the server");
+            let _ = writeln!(
+                out,
+                "  on {gpu}, {open} of its memory is open in the server"
+            );
         }
         let unknown = instance["unknown_fields"].as_array();
         for field in unknown.into_iter().flatten() {

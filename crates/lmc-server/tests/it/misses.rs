@@ -119,7 +119,11 @@ fn what_memory_never_had_had_and_evicted_and_had_and_cleared() {
     }
     misses(&server, &mut client, &key("third"), evicted);
     let shown = status(&server);
-    for part in ["probably never stored", "probably evicted", "in addition 3 tok"] {
+    for part in [
+        "probably never stored",
+        "probably evicted",
+        "in addition 3 tok",
+    ] {
         assert!(shown.contains(part), "{shown} lacks {part}");
     }
     let counts: serde_json::Value = {

@@ -342,7 +342,10 @@ fn is_removed_by_selectors(rig: &Rig) {
         (&["--older-than", "1h", "--yes"], "--all"),
         (&["--model", "model"], "--yes is required"),
         (&["--all"], "--yes is required"),
-        (&["--model", "nosuch", "--yes"], "no space has a description"),
+        (
+            &["--model", "nosuch", "--yes"],
+            "no space has a description",
+        ),
         (&["--space", "00", "--yes"], "32 digits"),
         (&["--tenant", salt_file, "--yes"], "No such file"),
         (

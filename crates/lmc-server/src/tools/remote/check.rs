@@ -326,7 +326,9 @@ impl Check {
                 return Err(self.fault(&text));
             }
             Ok(Err(error)) => {
-                return Err(self.fault(&format!("{error}; for a listing, S3 requires the permission s3:ListBucket")));
+                return Err(self.fault(&format!(
+                    "{error}; for a listing, S3 requires the permission s3:ListBucket"
+                )));
             }
             Err(_) => note(
                 "a listing takes more than 30 s: the store has very many keys, and `lmc remote du` and `rm` take long",

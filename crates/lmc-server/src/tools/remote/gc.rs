@@ -326,7 +326,10 @@ async fn probes(target: &Target, action: Action) -> Result<u64> {
         if action == Action::Remove && !names.is_empty() {
             let removed = store.remove(&names, deadline()).await;
             if let Some(error) = removed.into_iter().find_map(Result::err) {
-                return Err(anyhow!("cannot remove values of checks: {}", explained(&error)));
+                return Err(anyhow!(
+                    "cannot remove values of checks: {}",
+                    explained(&error)
+                ));
             }
         }
     }

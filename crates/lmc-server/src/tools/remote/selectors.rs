@@ -33,9 +33,7 @@ impl Selectors {
         let space = self.space.as_ref().map(|text| {
             let id: Option<SpaceId> = text.parse().ok();
             id.with_context(|| {
-                format!(
-                    "--space {text}: expected an id of 32 digits, as `lmc remote du` shows it"
-                )
+                format!("--space {text}: expected an id of 32 digits, as `lmc remote du` shows it")
             })
         });
         let space = space.transpose()?;
