@@ -18,7 +18,7 @@ const CRATES: &str = "cargo check --workspace --locked";
 const NEEDS_TOOLS: [&str; 1] = ["nixl"];
 
 /// Builds each library alone. A build of the workspace gives a dependency the features that any
-/// crate asks for, so that it does not show what one of them lacks without the others.
+/// crate asks for, and so hides a feature that a crate needs and does not ask for.
 pub(crate) fn run_features() -> Result<bool> {
     let mut lines = Vec::new();
     for entry in std::fs::read_dir("crates").context("crates")? {

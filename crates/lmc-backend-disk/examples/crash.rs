@@ -1,9 +1,9 @@
 //! The child of `cargo xtask crash-loop`: writes until it is killed, or checks what a kill left.
 //!
 //! `crash write FOLDER FIRST`: stores chunks numbered from FIRST on and removes some, from
-//! several threads, and tells of each step on its standard output before and after it:
-//! `s N` before chunk N is stored, `S N` when that was acknowledged, `r N` before it is removed,
-//! `R N` when that was acknowledged. Ends only by a signal.
+//! several threads. It prints a line before and after each step: `s N` before chunk N is stored, `S N`
+//! when the tier has acknowledged the store, `r N` before the chunk is removed, `R N` when the tier has
+//! acknowledged the removal. Ends only by a signal.
 //!
 //! `crash check FOLDER`: reads such lines from its standard input and checks every chunk that
 //! they name, byte for byte. Ends with 1 when a chunk that was acknowledged is missing, when one

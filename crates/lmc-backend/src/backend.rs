@@ -57,8 +57,8 @@ pub trait Backend: fmt::Debug + Send + Sync {
     }
 
     /// Returns the number of keys that one `locate` may name at about the cost of one key. The first `locate`
-    /// for a prompt names this many keys; if all of them are found, further calls name the others. With
-    /// several tiers, the smallest number counts. Default: 1. Then, where the length of the chunks is known,
+    /// for a prompt names this many keys; if the tier has all of these keys, further calls name the
+    /// rest of the prompt. With several tiers, the smallest number counts. Default: 1. Then, where the length of the chunks is known,
     /// the first `locate` also names the prompt's last key. If the tier has both chunks and gives no handle
     /// for them, the engine loads the chunks between them without a `locate`.
     fn asks_at_once(&self) -> usize {

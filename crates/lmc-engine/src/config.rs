@@ -8,7 +8,7 @@ use lmc_memory::PoolError;
 use thiserror::Error;
 use tokio::runtime::Handle;
 
-use crate::host::EngineHost;
+use crate::engine::host::EngineHost;
 
 /// Settings of a [`CacheEngine`](crate::CacheEngine).
 #[derive(Debug, Clone)]

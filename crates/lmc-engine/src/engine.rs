@@ -1,6 +1,9 @@
 //! `CacheEngine`: one object over all tiers.
 
 mod drain;
+pub(crate) mod host;
+pub(crate) mod lookup;
+pub(crate) mod merge;
 
 use std::collections::HashSet;
 use std::future::Future;
@@ -19,20 +22,19 @@ use lmc_backend_local::{
 use lmc_key::{ChunkHash, ChunkKey, ClearsId, LayoutFingerprint, SpaceId};
 use lmc_memory::{Arena, Pool, PoolConfig, SealedSlot, SharedName};
 use parking_lot::{Condvar, Mutex};
-use serde::Serialize;
 use tokio::task::AbortHandle;
 
 use crate::clears::{ClearError, ClearLog};
 use crate::config::{EngineConfig, EngineError};
 use crate::demand::{Demand, DemandCurve};
+use crate::engine::host::EngineHost;
 use crate::events::{Lives, Relay};
 use crate::ghosts::Ghosts;
-use crate::host::EngineHost;
-use crate::lookup::Rank;
 use crate::lower::{LowerStatus, LowerTiers, Moment, Offer, Tiers};
 use crate::policy::{LowerTier, WritePolicy};
 use crate::pushed::PushedChunks;
-use crate::status::{EngineStats, EngineTimes, EngineUsage, TenantStatus};
+use crate::request::Rank;
+use crate::status::{EngineStats, EngineTimes, EngineUsage, TenantStatus, TierHealth};
 use crate::store::{StoreRequest, StoreStart, StoreTicket, UnderWay};
 
 /// Chunks evicted under one lock above the high watermark; other threads can take the lock in between.
@@ -133,16 +135,6 @@ impl CloseReport {
     pub fn is_complete(&self) -> bool {
         *self == Self::default()
     }
-}
-
-/// State of one tier.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
-pub struct TierHealth {
-    /// Name of the tier.
-    pub tier: String,
-    /// Fault of the tier with its remedy; `None` if there is no fault.
-    pub fault: Option<String>,
 }
 
 /// A KV cache over DRAM and lower tiers.

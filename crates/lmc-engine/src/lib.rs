@@ -44,10 +44,14 @@ pub use config::{EngineConfig, EngineError};
 
 mod engine;
 pub use demand::DemandCurve;
-pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, InUse, Removed, TierHealth};
+pub use engine::host::{EngineHost, SpaceBook};
+pub use engine::lookup::Lookup;
+pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, InUse, Removed};
 
 mod events;
 
+mod found;
+pub use found::{Found, FoundRank, TierRun};
 mod fingerprints;
 pub use fingerprints::FingerprintTable;
 
@@ -56,17 +60,8 @@ mod ghosts;
 mod histogram;
 pub use histogram::{DistributionSnapshot, Histogram, HistogramSnapshot};
 
-mod host;
-pub use host::{EngineHost, SpaceBook};
-
-mod lookup;
-pub use lookup::{Found, FoundRank, LeaseLimit, Lookup, LookupRequest, Rank, TierRun};
-
 mod lower;
 pub use lower::LowerStatus;
-
-mod merge;
-pub use merge::Merge;
 
 mod misses;
 pub use misses::{Miss, MissReason, Missing};
@@ -76,8 +71,10 @@ pub use policy::{Admission, LowerTier, SpaceFilter, TierPolicy, WritePolicy};
 
 mod pushed;
 
+mod request;
+pub use request::{LeaseLimit, LookupRequest, Merge, Rank};
 mod status;
-pub use status::{EngineStats, EngineTimes, EngineUsage, TenantStatus};
+pub use status::{EngineStats, EngineTimes, EngineUsage, TenantStatus, TierHealth};
 
 mod store;
 pub use store::{StoreRequest, StoreStart, StoreTicket};

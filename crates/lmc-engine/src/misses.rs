@@ -3,8 +3,7 @@
 use lmc_backend::BackendError;
 use lmc_key::{ChunkHash, ClearsId};
 
-use crate::ghosts::Departure;
-use crate::{CacheEngine, Rank};
+use crate::request::Rank;
 
 /// Reason why a lookup did not find the first chunk that it lacks. A new reason needs a name and a counter
 /// wherever reasons are counted, so no `match` may have a wildcard arm.
@@ -83,7 +82,7 @@ fn reason_of(error: &BackendError, tier: usize) -> MissReason {
     }
 }
 
-/// The first chunk that a lookup did not find. [`CacheEngine::miss`] returns the reason.
+/// The first chunk that a lookup did not find. [`crate::CacheEngine::miss`] returns the reason.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Missing {
@@ -91,9 +90,9 @@ pub struct Missing {
     pub rank: Rank,
     /// Hash of the chunk.
     pub hash: ChunkHash,
-    clears: ClearsId,
+    pub(crate) clears: ClearsId,
     /// The reason, if the lookup itself knows it; `None` for a chunk that no tier has.
-    known: Option<Miss>,
+    pub(crate) known: Option<Miss>,
 }
 
 impl Missing {
@@ -155,29 +154,5 @@ impl LookupEnd {
             clears: self.clears,
             known: self.known,
         }))
-    }
-}
-
-impl CacheEngine {
-    /// Returns the reason why a lookup did not find a chunk. Never waits.
-    pub fn miss(&self, missing: &Missing) -> Miss {
-        let Missing {
-            rank, hash, known, ..
-        } = *missing;
-        if let Some(known) = known {
-            return known;
-        }
-        let mut key = rank.key(hash);
-        key.space = rank.space.after(missing.clears);
-        let down = self.lower().and_then(|lower| lower.tiers().fault_of(&key));
-        if let Some(down) = down {
-            return down;
-        }
-        Miss::probable(match self.ghosts().departure(rank.space, &key) {
-            Some(Departure::Evicted) => MissReason::Evicted,
-            Some(Departure::Cleared) => MissReason::Cleared,
-            Some(Departure::Removed) => MissReason::Removed,
-            None => MissReason::NeverStored,
-        })
     }
 }

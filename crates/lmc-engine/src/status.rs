@@ -170,3 +170,13 @@ impl TenantStatus {
         }
     }
 }
+
+/// State of one tier.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[non_exhaustive]
+pub struct TierHealth {
+    /// Name of the tier.
+    pub tier: String,
+    /// Fault of the tier with its remedy; `None` if there is no fault.
+    pub fault: Option<String>,
+}

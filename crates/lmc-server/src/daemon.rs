@@ -622,7 +622,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
     let service = Service::new(service_config(config)?, engine)?;
     on_disk.decide(service.lasting_spaces());
-    let digests = SaltDigests::new(config)?;
+    let digests = SaltDigests::new(remote::keys(config, config.remotes().next())?)?;
     for (store, remote) in config.remotes().zip(remotes) {
         let picked = store.salts.as_ref();
         let picked = picked.map(|salts| salts.iter().map(|salt| service.tenant(salt)).collect());

@@ -265,8 +265,8 @@ fn messages(notice: &Notice) -> impl Iterator<Item = Vec<u8>> {
     std::iter::repeat_n(message, copies(notice) as usize)
 }
 
-/// Returns the number of messages of a notice: one for each rank, because a proxy may count them, or one for
-/// a failure.
+/// Returns the number of messages of a notice: a success takes one for each rank, because a proxy may
+/// count the messages; a failure takes one.
 fn copies(notice: &Notice) -> u32 {
     match notice.is_stored {
         true => notice.world_size.min(MAX_RANKS),

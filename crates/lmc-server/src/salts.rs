@@ -9,9 +9,6 @@ use anyhow::{Context, Result};
 use lmc_key::{NameError, Salt};
 use lmc_transfer::{Key, Keys};
 
-use crate::config::ServeConfig;
-use crate::remote;
-
 /// Name of traffic without a salt in LMCache's tools.
 pub(crate) const DEFAULT_SALT: &str = "_default";
 
@@ -36,13 +33,13 @@ pub(crate) fn in_clear(salt: &Salt) -> &str {
 pub struct SaltDigests(Keys);
 
 impl SaltDigests {
-    /// Takes the key of the first store, or else the key of the peers, so that the digests are the same
-    /// as in `lmc remote du` and `lmc peers`. Without either, makes a random key for this start.
+    /// Takes the key of the store or the peers ([`crate::remote::keys`]), so that the digests are the same
+    /// as in `lmc remote du` and `lmc peers`. Without a key, makes a random key for this start.
     ///
     /// # Errors
-    /// A key file cannot be read, or the system has no random bytes.
-    pub fn new(config: &ServeConfig) -> Result<Self> {
-        let keys = match remote::keys(config, config.remotes().next())? {
+    /// The system has no random bytes.
+    pub(crate) fn new(keys: Option<Keys>) -> Result<Self> {
+        let keys = match keys {
             Some(keys) => keys,
             None => Key::random().context("no random bytes")?.into(),
         };

@@ -49,7 +49,7 @@ pub(crate) enum Tool {
     /// Shows a server's state in a terminal, and draws it again every two seconds
     #[command(after_help = top::HELP)]
     Top(Address),
-    /// Shows a server's peers: which are connected, what they hold, what was read, what failed and why
+    /// Shows a server's peers: connections, chunks, bytes read, and failures with their reasons
     #[command(after_help = peers::HELP)]
     Peers(peers::Arguments),
     /// Estimates the share of chunks that a larger or smaller cache would have found

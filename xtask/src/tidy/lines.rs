@@ -24,7 +24,7 @@ struct Lines {
     tests: usize,
 }
 
-/// Prints a row for each crate, and one for all: lines of product code, lines of tests.
+/// Prints a row for each crate, and a row of sums: lines of product code, lines of tests.
 pub(crate) fn print(tree: &Tree) {
     let mut all = Lines::default();
     println!("| crate | product | tests |\n|---|---|---|");

@@ -37,7 +37,7 @@ pub(crate) fn medium(path: &Path) -> io::Result<Medium> {
     })
 }
 
-/// Free bytes of a file system without a size, such as one in memory without a limit.
+/// Free bytes of a file system without a size, such as a tmpfs without a limit.
 pub(crate) const NO_SIZE: u64 = u64::MAX >> 1;
 
 /// Returns the bytes that a user may still allocate on the file system of `path`.

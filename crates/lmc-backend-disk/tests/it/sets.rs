@@ -1,4 +1,4 @@
-//! Drive sets on real folders: what was cleared stays cleared, and what is missing is named.
+//! Drive sets on real folders: cleared chunks stay cleared, and missing drives are named.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests may panic")]
 

@@ -84,8 +84,8 @@ fn op() -> impl Strategy<Value = Op> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(rounds(100, 256) as u32))]
 
-    /// Whatever happens, what was queued and not taken out comes out exactly once, and what was
-    /// put back comes out next.
+    /// After any operations, each queued entry that was not removed is popped exactly once, and an entry
+    /// that was put back is popped next.
     #[test]
     fn nothing_is_lost_or_doubled(kind in 0..3_usize, ops in prop::collection::vec(op(), 0..400)) {
         let mut rig = Rig::new(PolicyKind::ALL[kind]);

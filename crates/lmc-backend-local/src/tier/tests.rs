@@ -1,7 +1,7 @@
 //! Random operations against a model: index, leases, pins, eviction, quotas.
 //!
-//! The model does not predict victims. It learns of them from the events, and checks of each
-//! that it was one that may go; everything else it predicts.
+//! The model does not predict victims. It learns of them from the events, and checks
+//! that each victim could be evicted. It predicts everything else.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

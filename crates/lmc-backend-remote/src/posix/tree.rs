@@ -294,8 +294,8 @@ mod tests {
 
     use super::*;
 
-    /// A share that was mounted after the start stayed out, where its kind was not that of the folder
-    /// under it, and the folder under one that had gone was filled, where it was.
+    /// Once, a share that was mounted after the start was not used if its file system differed from that of
+    /// the folder under the mount point; and after a share had gone, the folder under it was filled.
     #[test]
     fn a_folder_is_used_unless_its_file_system_has_gone() {
         assert_eq!(

@@ -163,7 +163,7 @@ fn ranges(answer: &Answer, asked: &Address) -> Option<Vec<(u16, u16, Address)>> 
     rows.iter().map(range).collect()
 }
 
-/// Returns the slot of a key: that of the part in the first braces, if there is one.
+/// Returns the slot of a key. If a part of the key is in braces, the slot of the first such part.
 fn slot(key: &[u8]) -> u16 {
     let tag = || {
         let open = key.iter().position(|&byte| byte == b'{')? + 1;

@@ -71,10 +71,10 @@ pub struct S3Config {
 }
 
 impl S3Config {
-    /// Returns the settings with these defaults. Endpoint, region and credentials come from `variables`, such
-    /// as those of [`std::env::vars`], with the names that the AWS tools use: `AWS_ENDPOINT_URL_S3`,
+    /// Returns the settings with these defaults. Endpoint, region and credentials come from `variables`, for
+    /// example [`std::env::vars`], with the names of the AWS tools: `AWS_ENDPOINT_URL_S3`,
     /// `AWS_ENDPOINT_URL`, `AWS_REGION`, `AWS_DEFAULT_REGION`, `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`,
-    /// `AWS_SESSION_TOKEN`, and those of web identities and containers. Settings that the variables lack come
+    /// `AWS_SESSION_TOKEN`, and the variables of web identities and containers. Settings that the variables lack come
     /// from the profile `AWS_PROFILE` of `~/.aws/credentials` and `~/.aws/config`, or of the files in
     /// `AWS_SHARED_CREDENTIALS_FILE` and `AWS_CONFIG_FILE`; `~` is `HOME`. Without credentials, the
     /// instance's metadata service is asked.

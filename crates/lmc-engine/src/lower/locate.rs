@@ -11,6 +11,7 @@ use lmc_key::{ChunkKey, ClearsId};
 
 use super::{Tiers, count};
 use crate::misses::{Miss, MissReason};
+use crate::request::fits;
 
 /// Time between two lookups of chunks that are being written: at first, and at most.
 const ASK_AGAIN: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(10));
@@ -689,9 +690,4 @@ fn assumed_between(first: &Source, last: &Source) -> Option<Source> {
 fn farthest(answers: &[Answer]) -> Option<usize> {
     let mut tiers = answers.iter().map(Answer::tier);
     tiers.try_fold(0, |farthest, tier| Some(farthest.max(tier?)))
-}
-
-/// Returns true if a chunk has the expected length, or if none is known.
-pub(crate) fn fits(len: u64, chunk_bytes: Option<u64>) -> bool {
-    chunk_bytes.is_none_or(|bytes| bytes == len)
 }

@@ -32,7 +32,7 @@ use crate::config::{EngineConfig, EngineError};
 use crate::histogram::{Histogram, HistogramSnapshot};
 use crate::policy::{LowerTier, TierPolicy, WritePolicy};
 use crate::pushed::PushedChunks;
-pub(crate) use locate::{Source, Sources, Waits, fits};
+pub(crate) use locate::{Source, Sources, Waits};
 use permits::Permits;
 pub(crate) use promote::{Prompt, half_of};
 use uses::Uses;

@@ -20,10 +20,10 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
-use super::locate::fits;
 use super::permits::Permit;
 use super::{ANSWER, Counters, Moment, Source, Tiers, count};
 use crate::misses::{Miss, MissReason};
+use crate::request::fits;
 
 /// Bytes that one permit stands for.
 pub(super) const UNIT: u64 = 4096;

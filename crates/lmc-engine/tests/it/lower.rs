@@ -1,4 +1,4 @@
-//! Tiers below DRAM: what is written to them, what is promoted, and what a bad tier does to neither.
+//! Tiers below DRAM: the chunks that are written and promoted, and tiers that fail.
 
 use std::ops::Range;
 use std::sync::Arc;

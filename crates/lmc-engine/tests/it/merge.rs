@@ -1,4 +1,4 @@
-//! Chunks of an engine with two ranks, merged into those of one with one rank.
+//! Chunks of an engine with two ranks, merged into chunks of an engine with one rank.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -8,7 +8,7 @@ use super::secret::mask_passwords;
 use super::service_links::Services;
 use super::setting::{Info, Raw, Secret, Shape};
 use super::suggest::nearest;
-use super::tiers::Kind;
+use super::tiers::{Kind, kind_of};
 
 /// Variables that begin with `LMC_` and are not settings of the server.
 const OTHER_VARIABLES: &[&str] = &[
@@ -332,17 +332,6 @@ fn not_toml(text: &str, error: &toml::de::Error) -> String {
     let before = error.span().and_then(|span| text.get(..span.start));
     let line = before.map_or(1, |before| before.matches('\n').count() + 1);
     format!("not valid TOML in line {line}: {}", error.message())
-}
-
-/// Returns the type of a TOML value, with its article.
-pub(super) fn kind_of(value: &toml::Value) -> String {
-    let kind = value.type_str();
-    let article = if kind.starts_with(['a', 'i']) {
-        "an"
-    } else {
-        "a"
-    };
-    format!("{article} {kind}")
 }
 
 /// Returns a TOML value in the text form that flags and variables have.

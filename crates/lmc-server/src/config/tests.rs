@@ -374,7 +374,7 @@ fn further_stores_have_tables_of_their_own() {
     );
 }
 
-/// Returns the kinds of the tiers of a file, which are those of what is printed of it.
+/// Returns the kinds of the tiers of a file, and checks that the printed settings have the same kinds.
 fn kinds(flags: &[(&str, &str)], file: &str) -> Vec<&'static str> {
     let kinds = |config: &ServeConfig| {
         let kinds = config.tiers.iter().map(TierSettings::name);

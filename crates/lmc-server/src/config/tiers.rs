@@ -1,7 +1,6 @@
 //! The order in which lower tiers are asked, and the tables `[[tier]]` of the configuration file,
 //! which give that order. Flags are the short form of the first tier of each kind.
 
-use super::layers::kind_of;
 use super::problem::Problem;
 use super::suggest::nearest;
 
@@ -209,6 +208,17 @@ pub(super) fn flatten(file: &str, tables: &toml::Value, problems: &mut Vec<Probl
         }
     }
     found
+}
+
+/// Returns the type of a TOML value, with its article.
+pub(super) fn kind_of(value: &toml::Value) -> String {
+    let kind = value.type_str();
+    let article = if kind.starts_with(['a', 'i']) {
+        "an"
+    } else {
+        "a"
+    };
+    format!("{article} {kind}")
 }
 
 #[cfg(test)]

@@ -192,7 +192,7 @@ fn noop(port: u16) -> Option<Reply> {
     client.ask(&Request::Noop).ok()
 }
 
-/// Returns true if all that changes the server over HTTP is done, and false if all of it is refused.
+/// Returns true if the server carries out every change over HTTP, and false if it refuses every change.
 fn may_change(http: u16) -> bool {
     let changes = [
         ("PUT", "/quota/tenant", "{\"limit_gb\": 0}"),

@@ -629,7 +629,7 @@ fn a_peer_reads_on_order_what_a_daemon_has_in_memory() {
     store(&mut client, &shm_name);
     let unknown = run_peers(&first, &["copy", "gamma"]).expect_err("no such peer");
     assert!(
-        unknown.contains("no connected peer is \"gamma\""),
+        unknown.contains("no connected peer is named \"gamma\""),
         "{unknown}"
     );
     until("the peer is connected", || {

@@ -86,8 +86,8 @@ fn daemons_write_the_same_chunks_to_a_redis_at_once() {
     daemons_write_the_same_chunks(&Target::new(url));
 }
 
-/// Clears everything at a daemon. One that is cut off from its store says that not all was
-/// forgotten, and passes the clear on later.
+/// Clears everything at a daemon. A daemon that cannot reach its store answers that the clear is not
+/// complete, and passes it on later.
 fn clear(daemon: &Daemon) {
     let clear = Request::Clear { force: true };
     let cleared = daemon.server.client().ask(&clear);

@@ -93,7 +93,7 @@ impl Registered {
         Ok(())
     }
 
-    /// Waits for a notification of the other side. `unread` are those that came with others.
+    /// Waits for a notification of the other side. `unread` counts notifications that came together with an earlier one.
     fn notified(&self, from: &str, unread: &mut usize) -> Result<(), Failure> {
         let begun = Instant::now();
         while *unread == 0 {

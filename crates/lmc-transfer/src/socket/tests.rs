@@ -875,7 +875,7 @@ fn a_handshake_of_the_dead_replaces_no_connection() {
     victim.ends();
 }
 
-/// A write whose peer takes nothing: what was begun may still arrive, what was not never will.
+/// A write whose peer reads nothing: objects that were begun may still arrive, the others never will.
 #[test]
 fn a_write_that_misses_its_deadline_says_whether_it_is_idle() {
     let victim = Victim::new(|_| {});

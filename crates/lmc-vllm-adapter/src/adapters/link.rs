@@ -593,7 +593,7 @@ impl Driver {
                 false => Level::Warning,
             };
             let text = format!(
-                "no KV cache: server {endpoint}: {}; requests go on without it until it is there",
+                "no KV cache: server {endpoint}: {}; requests go on without it until it answers",
                 shown(&why)
             );
             self.log.push(level, text);

@@ -445,7 +445,7 @@ fn where_no_descriptor_arrives_the_name_is_used_or_the_server_is_not() {
     {
         let _sealed = Server::sealed(&socket);
         let engine = Engine::with(&ipc(&through), engine("i", true), IMPATIENT);
-        logs(&engine.worker, "no descriptor");
+        logs(&engine.worker, "the descriptor of its pool did not arrive");
         assert!(!engine.worker.server().is_healthy);
     }
     let named = |zmq: &mut ZmqConfig| zmq.ipc_path = Some(socket.clone());
@@ -460,7 +460,7 @@ fn where_no_descriptor_arrives_the_name_is_used_or_the_server_is_not() {
     stores_and_loads(&through, 3);
 }
 
-/// Memory that could be cut short, memory of another size, and what is no memory at all.
+/// Memory that could be cut short, memory of another size, and a device instead of memory.
 #[test]
 fn a_descriptor_that_is_not_the_pools_is_not_mapped() {
     let memory = |len: u64, seals: SealFlags| {

@@ -800,8 +800,8 @@ impl Schedule {
 }
 
 /// Random calls of an engine over answers that come late, twice, as refusals, or not at all: every
-/// transfer is reported once, when it may be; what is loaded is what was stored; nothing writes blocks
-/// that were given back; and the server is left with nothing.
+/// transfer is reported once, when it may be; loads return the stored bytes; no block is written after
+/// it was released; and the server holds nothing at the end.
 ///
 /// Slow: timeouts of the schedules have to pass.
 #[test]

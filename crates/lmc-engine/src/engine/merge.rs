@@ -11,27 +11,13 @@ use lmc_memory::{SealedSlot, interleave};
 use tokio::sync::oneshot;
 
 use crate::engine::{CacheEngine, WeakEngine};
-use crate::lookup::{Found, FoundRank, LookupRequest, Rank, ReadFrom};
-use crate::lower::fits;
+use crate::found::{Found, FoundRank, ReadFrom};
 use crate::misses::Missing;
+use crate::request::{LookupRequest, Merge, Rank, fits};
 use crate::store::{StoreRequest, StoreStart};
 
 /// Interval at which a chunk that another lookup merges or a worker writes is checked.
 const POLL: Duration = Duration::from_millis(1);
-
-/// Ranks of an engine with more ranks, whose chunks are merged into those of one rank. Each rank has some of
-/// that rank's heads; the ranks are in the order of these heads.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Merge {
-    /// The ranks.
-    pub ranks: Vec<Rank>,
-    /// Contiguous bytes of each rank in the merged chunk
-    /// ([`Division::run_bytes`](lmc_memory::Division::run_bytes)).
-    pub run_bytes: u64,
-    /// True if engines of this host use the ranks' chunks themselves. Otherwise these chunks are removed from
-    /// DRAM once they are merged.
-    pub keep: bool,
-}
 
 /// Reason why a chunk is not merged.
 enum Refused {

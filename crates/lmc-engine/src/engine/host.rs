@@ -17,8 +17,8 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::clears::ClearLog;
 use crate::engine::{CacheEngine, WeakEngine};
-use crate::lookup::{LookupRequest, Rank};
 use crate::lower::{Prompt, Source, half_of};
+use crate::request::{LookupRequest, Rank};
 
 /// Owner of the leases granted to other processes.
 pub(crate) const PEERS: OwnerId = OwnerId(u64::MAX - 2);

@@ -1,385 +1,27 @@
 //! Lookups of prompts: the request, the handle, and the outcome.
 
-use std::collections::HashMap;
-use std::fmt;
 use std::mem;
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
-use lmc_backend::{LocateHint, now};
-use lmc_backend_local::{Leases, OwnerId, TenantId};
-use lmc_key::{ChunkHash, ChunkKey, ClearsId, SpaceId};
-use lmc_memory::SealedSlot;
+use lmc_backend::now;
+use lmc_backend_local::Leases;
+use lmc_key::{ChunkKey, ClearsId};
 use parking_lot::Mutex;
 use pollster::block_on;
 use tokio::sync::oneshot;
 use tokio::task::AbortHandle;
 
 use crate::CacheEngine;
-use crate::lower::{Prompt, Source, Sources, Tiers, Waits, fits, half_of};
-use crate::merge::{Merge, complete};
+use crate::engine::merge::complete;
+use crate::found::{Found, FoundRank, ReadFrom};
+use crate::ghosts::Departure;
+use crate::lower::{Prompt, Source, Sources, Tiers, Waits, half_of};
 use crate::misses::{LookupEnd, Miss, MissReason, Missing};
+use crate::request::{LeaseLimit, LookupRequest, Rank};
 
 /// Most failed reads of a prompt that waits for its sources.
 const MAX_FAILURES: usize = 3;
-
-/// One rank of a prompt: the space and the KV rank of its chunks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rank {
-    /// Space of the chunks.
-    pub space: SpaceId,
-    /// KV rank of the chunks.
-    pub kv_rank: u16,
-    /// Payload bytes of each chunk of the space, if known: a chunk of another length is a miss.
-    pub chunk_bytes: Option<u64>,
-}
-
-impl Rank {
-    /// Returns true if the chunk in this slot has the length of the rank's chunks, or if that length is
-    /// unknown.
-    pub(crate) fn fits(&self, slot: &SealedSlot) -> bool {
-        fits(slot.len(), self.chunk_bytes)
-    }
-
-    /// Returns the key of the chunk with this hash.
-    pub fn key(&self, hash: ChunkHash) -> ChunkKey {
-        ChunkKey {
-            space: self.space,
-            kv_rank: self.kv_rank,
-            group: 0,
-            hash,
-        }
-    }
-}
-
-/// Limits the bytes that lookups keep from eviction.
-pub trait LeaseLimit: Send + Sync {
-    /// Returns the most bytes that a lookup may keep from eviction, at most `leased + more`. `leased` are the
-    /// bytes of chunks that this lookup already leases and no other lease holds. `more` are the bytes of
-    /// chunks that it is about to promote.
-    fn allowed(&self, leased: u64, more: u64) -> u64;
-}
-
-/// The limit of a lookup that has already leased bytes, which count against it.
-struct After {
-    limit: Arc<dyn LeaseLimit>,
-    before: u64,
-}
-
-impl LeaseLimit for After {
-    fn allowed(&self, leased: u64, more: u64) -> u64 {
-        let allowed = self.limit.allowed(self.before + leased, more);
-        allowed.saturating_sub(self.before)
-    }
-}
-
-/// A prompt to look up, in all its ranks.
-#[derive(Clone)]
-#[non_exhaustive]
-pub struct LookupRequest {
-    /// Owner of the leases.
-    pub owner: OwnerId,
-    /// Tenant whose quota the promoted chunks count against.
-    pub tenant: TenantId,
-    /// Prefix hashes of the chunks, from the first one to look up.
-    pub hashes: Vec<ChunkHash>,
-    /// The ranks; a chunk counts as found if every rank has it.
-    pub ranks: Vec<Rank>,
-    /// Hints for tiers that are asked.
-    pub hint: LocateHint,
-    limit: Option<Arc<dyn LeaseLimit>>,
-    /// For each merge, the ranks whose chunks can be merged, listed for each rank of the request.
-    pub(crate) merges: Vec<Vec<Merge>>,
-    /// True if the sources that the prompt waits for compute chunks that are to be merged.
-    waits_for_merge: bool,
-    /// True if a peer's request caused the lookup: spaces of ranks are names after the clears, and nothing
-    /// counts as used.
-    for_peers: bool,
-    /// Hash of the chunk before the first one, if known.
-    parent: Option<ChunkHash>,
-    /// True if an engine looks up a whole prompt.
-    is_demand: bool,
-}
-
-impl LookupRequest {
-    /// Makes a request for the chunks with these prefix hashes, for tenant 0.
-    pub fn new(owner: OwnerId, hashes: Vec<ChunkHash>, ranks: Vec<Rank>) -> Self {
-        Self {
-            owner,
-            tenant: TenantId::default(),
-            hashes,
-            ranks,
-            hint: LocateHint::default(),
-            limit: None,
-            merges: Vec::new(),
-            waits_for_merge: false,
-            for_peers: false,
-            parent: None,
-            is_demand: true,
-        }
-    }
-
-    /// Marks the request as caused by a peer: spaces of ranks are names after the clears.
-    pub(crate) fn for_peers(mut self, parent: Option<ChunkHash>) -> Self {
-        (self.for_peers, self.is_demand) = (true, false);
-        self.parent = parent;
-        self
-    }
-
-    /// Sets the tenant. Default: tenant 0.
-    #[must_use]
-    pub fn with_tenant(mut self, tenant: TenantId) -> Self {
-        self.tenant = tenant;
-        self
-    }
-
-    /// Sets the hints for tiers that are asked. Default: none.
-    #[must_use]
-    pub fn with_hint(mut self, hint: LocateHint) -> Self {
-        self.hint = hint;
-        self
-    }
-
-    /// Limits the bytes that the lookup may keep from eviction. Default: no limit.
-    #[must_use]
-    pub fn with_limit(mut self, limit: Arc<dyn LeaseLimit>) -> Self {
-        self.limit = Some(limit);
-        self
-    }
-
-    /// Sets engines with more ranks, the one to ask first at the front. Each entry has, for each rank of the
-    /// request, the ranks whose chunks are merged where chunks of that rank are missing. Default: none.
-    /// Without lower tiers nothing is merged.
-    #[must_use]
-    pub fn with_merges(mut self, merges: Vec<Vec<Merge>>) -> Self {
-        self.merges = merges;
-        self
-    }
-
-    /// Excludes the chunks from [`CacheEngine::demand`], because their size differs from that of most chunks.
-    /// Default: they are included.
-    #[must_use]
-    pub fn without_demand(mut self) -> Self {
-        self.is_demand = false;
-        self
-    }
-
-    /// Returns the number of engines with more ranks in the request.
-    pub fn merges(&self) -> usize {
-        self.merges.len()
-    }
-
-    /// Marks that the sources that the prompt waits for compute chunks to be merged. Default: they compute
-    /// chunks of the request's ranks.
-    #[must_use]
-    pub fn waiting_for_merge(mut self) -> Self {
-        self.waits_for_merge = true;
-        self
-    }
-
-    /// Returns the request for the chunks from index `first` on, for other ranks. The lookup has already
-    /// leased `before` bytes, which count against its limit.
-    pub(crate) fn after_chunk(&self, first: usize, ranks: Vec<Rank>, before: u64) -> Self {
-        Self {
-            owner: self.owner,
-            tenant: self.tenant,
-            hashes: self.hashes[first..].to_vec(),
-            ranks,
-            hint: self.hint.clone(),
-            limit: self.limit_after(before).map(|limit| Arc::new(limit) as _),
-            merges: Vec::new(),
-            waits_for_merge: false,
-            for_peers: self.for_peers,
-            parent: first.checked_sub(1).map(|before| self.hashes[before]),
-            is_demand: false,
-        }
-    }
-
-    /// Returns the limit of a lookup that has already leased bytes, which count against it.
-    fn limit_after(&self, before: u64) -> Option<After> {
-        let limit = self.limit.clone()?;
-        Some(After { limit, before })
-    }
-
-    /// Returns how many of `bytes` the lookup may keep, after `before`: both are bytes of chunks that it has
-    /// just leased.
-    pub(crate) fn allowed(&self, before: u64, bytes: u64) -> u64 {
-        let limit = self.limit_after(before);
-        limit.map_or(bytes, |limit| limit.allowed(bytes, 0))
-    }
-
-    pub(crate) fn without_wait(mut self) -> Self {
-        self.hint = self.hint.with_wait(None);
-        self
-    }
-
-    /// Returns the name of a rank's space after these clears, or the space itself if it is a name already.
-    fn name(&self, rank: Rank, clears: ClearsId) -> SpaceId {
-        match self.for_peers {
-            true => rank.space,
-            false => rank.space.after(clears),
-        }
-    }
-
-    /// Prepares a rank that was promoted in part for the next round, with all its chunks. Returns also the
-    /// number of its resident chunks, and the chunks that were read.
-    fn after(&self, clears: ClearsId, found: FoundRank) -> (Known, (usize, ReadFrom)) {
-        let name = self.name(found.rank, clears);
-        let known = Known {
-            rank: found.rank,
-            keys: self.keys(name, found.rank, self.hashes.len()),
-            leases: found.leases,
-            seen: found.seen,
-            sources: Sources::default(),
-            miss: None,
-        };
-        (known, (found.resident, found.read))
-    }
-
-    /// Returns the keys of the first `len` chunks of one rank, under the name of its space.
-    fn keys(&self, name: SpaceId, rank: Rank, len: usize) -> Vec<ChunkKey> {
-        let named = Rank {
-            space: name,
-            ..rank
-        };
-        let hashes = self.hashes.iter().take(len);
-        hashes.map(|hash| named.key(*hash)).collect()
-    }
-}
-
-impl fmt::Debug for LookupRequest {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LookupRequest")
-            .field("owner", &self.owner)
-            .field("tenant", &self.tenant)
-            .field("chunks", &self.hashes.len())
-            .field("ranks", &self.ranks.len())
-            .finish_non_exhaustive()
-    }
-}
-
-/// The leased chunks of one rank.
-#[derive(Debug)]
-#[non_exhaustive]
-pub struct FoundRank {
-    /// The rank.
-    pub rank: Rank,
-    /// Leases of the leading chunks that every rank has.
-    pub leases: Leases,
-    /// Number of leading chunks that were in DRAM for this rank before anything was promoted.
-    pub resident: usize,
-    /// Number of leading chunks that are in DRAM for this rank now, including chunks that other ranks lack.
-    pub promoted: usize,
-    /// Number of leading chunks before the first chunk that a peer had pushed and no lookup had found yet;
-    /// [`Self::resident`] or more if there is no such chunk.
-    pub seen: usize,
-    /// Indices of the chunks that were read from lower tiers for this lookup, each with the index of its
-    /// tier.
-    pub(crate) read: ReadFrom,
-    /// Reason why the chunk after the leases was not read, if known.
-    miss: Option<Miss>,
-}
-
-impl FoundRank {
-    /// Makes the outcome of a rank whose chunks were leased without any promotion.
-    pub(crate) fn in_dram(rank: Rank, leases: Leases) -> Self {
-        Self {
-            rank,
-            resident: leases.len(),
-            promoted: 0,
-            seen: usize::MAX,
-            leases,
-            read: Vec::new(),
-            miss: None,
-        }
-    }
-}
-
-/// Indices of chunks, each with the index of the tier that it was read from.
-pub(crate) type ReadFrom = Vec<(usize, usize)>;
-
-/// Consecutive chunks of a prompt that came from one tier.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct TierRun {
-    /// Index of the lower tier that the chunks were read from for this lookup, as in
-    /// [`CacheEngine::tier_name`]; with several ranks, the last tier. `None` if the chunks were in DRAM
-    /// already, or another lookup promoted them.
-    pub tier: Option<usize>,
-    /// Number of chunks.
-    pub chunks: usize,
-}
-
-/// The outcome of a lookup. Dropping it releases the leases.
-#[derive(Debug, Default)]
-#[non_exhaustive]
-pub struct Found {
-    /// Number of leading chunks that every rank has in DRAM now.
-    pub hits: usize,
-    /// Number of leading chunks that every rank had in DRAM before anything was promoted.
-    pub resident: usize,
-    /// The leases of each rank, in the order of the request; fewer ranks if a rank has no chunks.
-    pub ranks: Vec<FoundRank>,
-    /// The chunk after those that were found. `None` if all were found, the request had no ranks, the pool
-    /// was lost, or the engine was closed meanwhile.
-    pub missing: Option<Box<Missing>>,
-}
-
-impl Found {
-    /// Returns the tiers of the chunks that were found, in prompt order.
-    pub fn runs(&self) -> Vec<TierRun> {
-        let mut tiers = vec![None; self.hits];
-        for rank in &self.ranks {
-            // If two tiers have answered for a chunk, the first one counts.
-            let first: HashMap<usize, usize> = rank.read.iter().rev().copied().collect();
-            for (index, tier) in first {
-                if let Some(known) = tiers.get_mut(index) {
-                    *known = (*known).max(Some(tier));
-                }
-            }
-        }
-        let runs = tiers.chunk_by(|one, next| one == next);
-        let run = |run: &[Option<usize>]| TierRun {
-            tier: run[0],
-            chunks: run.len(),
-        };
-        runs.map(run).collect()
-    }
-
-    /// Returns true if a chunk was read from a lower tier for this lookup.
-    pub fn was_read(&self) -> bool {
-        self.ranks.iter().any(|rank| !rank.read.is_empty())
-    }
-
-    /// Returns the leases of the first rank, for callers with a single rank.
-    pub fn into_leases(mut self) -> Option<Leases> {
-        (!self.ranks.is_empty()).then(|| self.ranks.swap_remove(0).leases)
-    }
-
-    /// Combines the outcomes of all ranks. `ranks` is the number of requested ranks.
-    fn join(found: Vec<FoundRank>, ranks: usize) -> Self {
-        let all = found.len() == ranks;
-        let hits = found.iter().map(|rank| rank.leases.len()).min();
-        let hits = hits.filter(|_| all).unwrap_or(0);
-        let resident = found.iter().map(|rank| rank.resident).min();
-        let mut this = Self {
-            hits,
-            resident: resident.unwrap_or(0).min(hits),
-            ranks: found,
-            missing: None,
-        };
-        for rank in &mut this.ranks {
-            rank.promoted = rank.leases.len();
-            rank.leases.truncate(hits);
-        }
-        this
-    }
-
-    /// Sets the missing chunk, at which the lookup of these chunks ended.
-    fn ended_at(mut self, lookup_end: &LookupEnd, hashes: &[ChunkHash]) -> Self {
-        self.missing = lookup_end.missing(hashes, self.hits);
-        self
-    }
-}
 
 /// A lookup that may still be promoting chunks.
 ///
@@ -474,6 +116,25 @@ struct Known {
 }
 
 impl Known {
+    /// Prepares a rank that was promoted in part for the next round, with all its chunks. Returns also the
+    /// number of its resident chunks, and the chunks that were read.
+    fn again(
+        request: &LookupRequest,
+        clears: ClearsId,
+        found: FoundRank,
+    ) -> (Self, (usize, ReadFrom)) {
+        let name = request.name(found.rank, clears);
+        let known = Self {
+            rank: found.rank,
+            keys: request.keys(name, found.rank, request.hashes.len()),
+            leases: found.leases,
+            seen: found.seen,
+            sources: Sources::default(),
+            miss: None,
+        };
+        (known, (found.resident, found.read))
+    }
+
     /// Returns the number of leading chunks that some tier has, as far as known.
     fn reach(&self) -> usize {
         match self.sources.is_final {
@@ -518,6 +179,28 @@ fn within_limit(
 }
 
 impl CacheEngine {
+    /// Returns the reason why a lookup did not find a chunk. Never waits.
+    pub fn miss(&self, missing: &Missing) -> Miss {
+        let Missing {
+            rank, hash, known, ..
+        } = *missing;
+        if let Some(known) = known {
+            return known;
+        }
+        let mut key = rank.key(hash);
+        key.space = rank.space.after(missing.clears);
+        let down = self.lower().and_then(|lower| lower.tiers().fault_of(&key));
+        if let Some(down) = down {
+            return down;
+        }
+        Miss::probable(match self.ghosts().departure(rank.space, &key) {
+            Some(Departure::Evicted) => MissReason::Evicted,
+            Some(Departure::Cleared) => MissReason::Cleared,
+            Some(Departure::Removed) => MissReason::Removed,
+            None => MissReason::NeverStored,
+        })
+    }
+
     /// Looks up a prompt in all its ranks. Leases the leading chunks that are in DRAM, and starts to promote
     /// the following chunks that lower tiers have. A chunk counts only if every rank has it.
     ///
@@ -703,7 +386,7 @@ async fn promote(
         }
         let (known, read): (Vec<Known>, Vec<_>) = mem::take(&mut found.ranks)
             .into_iter()
-            .map(|rank| request.after(clears, rank))
+            .map(|rank| Known::again(&request, clears, rank))
             .unzip();
         let lookup_end = LookupEnd::new(clears, request.hashes.len());
         (found, reach) = promote_known(tiers, &request, lookup_end, known, align, waits).await;
