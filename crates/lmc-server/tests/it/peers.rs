@@ -642,9 +642,9 @@ fn a_peer_reads_on_order_what_a_daemon_has_in_memory() {
     // On a busy machine a read may be late.
     until("two chunks are copied", || {
         let copied = lmc_peers(&first, &["copy", "beta", "--limit", &two]);
-        copied.starts_with("beta has 2 of 2 chunks")
+        copied.starts_with("beta now has 2 of 2 chunks")
     });
-    let all = format!("beta has {CHUNKS} of {CHUNKS} chunks");
+    let all = format!("beta now has {CHUNKS} of {CHUNKS} chunks");
     until("all chunks are copied", || {
         let copied = lmc_peers(&first, &["copy", "beta", "--model", "model"]);
         copied.starts_with(&all)
