@@ -73,6 +73,7 @@ fn lab(nextest: bool, features: &str) -> Vec<Step> {
         Step::new("remote", "cargo xtask test-remote"),
         Step::new("alerts", "cargo xtask test-alerts"),
         Step::new("page", "cargo xtask test-page"),
+        Step::new("book", "cargo xtask book"),
         Step::new("python", "cargo xtask test-python"),
         Step::new("interface", "cargo xtask test-interface"),
         Step::new("fuzz", "cargo xtask fuzz --seconds 20"),

@@ -1,6 +1,7 @@
 //! Every developer action of lmc: `cargo xtask --help`.
 
 mod bench;
+mod book;
 mod build;
 mod built;
 mod crash_loop;
@@ -85,6 +86,8 @@ enum Action {
     TestAlerts,
     /// Test the page in a browser with Chromium, and its accessibility
     TestPage,
+    /// Build a site of the documents with mdBook, and follow its links
+    Book,
     TestRdma(rdma::RdmaArgs),
     TestGpu(gpu::GpuArgs),
     Ptx(gpu::PtxArgs),
@@ -127,6 +130,7 @@ fn run(action: &Action) -> Result<bool> {
         Action::TestRemote => remote::run(),
         Action::TestAlerts => server_tests::run_alerts(),
         Action::TestPage => server_tests::run_page(),
+        Action::Book => book::run(),
         Action::TestRdma(args) => rdma::run(args),
         Action::TestGpu(args) => gpu::run(args),
         Action::Ptx(args) => gpu::ptx(args),

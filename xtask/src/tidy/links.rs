@@ -59,7 +59,7 @@ fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
 }
 
 /// Targets of inline links, code left out.
-fn link_targets(text: &str) -> Vec<(usize, String)> {
+pub(crate) fn link_targets(text: &str) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     for (index, line) in prose(text) {
         let plain: String = line.split('`').step_by(2).collect();

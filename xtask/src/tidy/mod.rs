@@ -11,11 +11,12 @@ mod tree;
 mod unsafe_code;
 mod words;
 
+pub(crate) use links::link_targets;
+pub(crate) use tree::{File, Tree, normal};
+
 use std::path::PathBuf;
 
 use anyhow::Result;
-
-use self::tree::Tree;
 
 /// Check layering, file sizes, links, invariants, unsafe code
 #[derive(Debug, clap::Args)]
