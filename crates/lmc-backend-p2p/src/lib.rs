@@ -7,6 +7,31 @@
 //! direction the node serves the requests of its peers ([`Node::serve`]) from the chunks of its own engine
 //! ([`Host`](lmc_backend::Host)), within limits ([`OwnerLimits`]).
 //!
+//! ```no_run
+//! use std::sync::Arc;
+//!
+//! use lmc_backend::Host;
+//! use lmc_backend_p2p::{NodeConfig, P2pBackend, P2pConfig, new_peer_id};
+//! use lmc_memory::Arena;
+//! use lmc_transfer::{Address, ChannelConfig, SocketConfig};
+//! use tokio::runtime::Handle;
+//!
+//! /// Lends the chunks of `host`, which lie in `arena` of `pool` bytes, and reads the chunks of `peer`.
+//! fn start(
+//!     arena: Arc<Arena>,
+//!     pool: u64,
+//!     host: Arc<dyn Host>,
+//!     peer: &str,
+//! ) -> Result<P2pBackend, Box<dyn std::error::Error>> {
+//!     let listen = Address::Tcp { host: "0.0.0.0".into(), port: 7700 };
+//!     let channel = ChannelConfig::new(new_peer_id("node-1")?, arena);
+//!     let node = NodeConfig::new("node-1", "10.0.0.1:7700", pool);
+//!     let mut config = P2pConfig::new(node, SocketConfig::new(channel, listen));
+//!     config.peers = vec![peer.to_owned()];
+//!     Ok(P2pBackend::start(config, host, Handle::current())?)
+//! }
+//! ```
+//!
 //! [`Node::locate`] corresponds to LMCache's `batched_async_contains`, and [`Node::load`] to its
 //! `batched_get_non_blocking`. The README has the mapping, and a program with two nodes.
 //!

@@ -9,6 +9,46 @@
 //! [`FileStore`] is a folder of a shared file system; the features `redis` and `s3` add such stores.
 //! [`open_store`] makes the store of a URL.
 //!
+//! ```
+//! use std::time::{Duration, Instant};
+//!
+//! use futures_util::StreamExt;
+//! use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, WriteBackend};
+//! use lmc_backend_remote::{RemoteConfig, RemoteTier, StoreOptions, open_store};
+//! use lmc_key::{ChunkHash, ChunkKey, SpaceId};
+//! use lmc_memory::{ArenaConfig, Pool, PoolConfig};
+//!
+//! # let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+//! # runtime.block_on(async {
+//! let arena = ArenaConfig::anonymous(1 << 20).build()?;
+//! let pool = Pool::new(arena.into(), PoolConfig::default())?;
+//! let key = ChunkKey { space: SpaceId::new([1; 16]), kv_rank: 0, group: 0, hash: ChunkHash::new([2; 32]) };
+//! let mut slot = pool.reserve(5).expect("an empty pool");
+//! slot.bytes_mut().copy_from_slice(b"hello");
+//!
+//! let folder = std::env::temp_dir().join(format!("lmc-store-example-{}", std::process::id()));
+//! std::fs::create_dir_all(&folder)?;
+//! let store = open_store(&format!("file://{}", folder.display()), StoreOptions::default())?;
+//! let runtime = tokio::runtime::Handle::current();
+//! let tier = RemoteTier::start(RemoteConfig::default(), store.store(), Default::default(), runtime);
+//! assert!(tier.ready(Instant::now() + Duration::from_secs(20)).await);
+//!
+//! let deadline = Instant::now() + Duration::from_secs(20);
+//! let items = vec![StoreItem::new(key, slot.written().seal())];
+//! let Some((0, stored)) = tier.store(items, deadline).next().await else { panic!("one answer") };
+//! stored?; // the store has the chunk
+//!
+//! let into = pool.reserve(5).expect("memory for two chunks");
+//! let Some((0, Loaded::Hit(slot))) = tier.load(vec![LoadItem::new(key, into)], deadline).next().await else {
+//!     panic!("the tier has the chunk");
+//! };
+//! assert_eq!(slot.bytes(), b"hello");
+//! tier.close(deadline).await?;
+//! # std::fs::remove_dir_all(folder)?;
+//! # Ok::<(), Box<dyn std::error::Error>>(()) })?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! Not in this crate: which chunks are written to a store, and which tier is asked first (`lmc-engine`).
 //!
 //! Start with [`RemoteTier`] and [`Store`]; test a new store with the kit in the module `conformance`

@@ -100,10 +100,8 @@ impl Demand {
             let sample = match &mut sample {
                 Some(sample) => sample,
                 none => {
-                    // The data is a sample, so prompts need not wait for each other here.
-                    let Some(mut locked) = self.sample.try_lock() else {
-                        return;
-                    };
+                    // Held for microseconds. A prompt that was left out here would count as found.
+                    let mut locked = self.sample.lock();
                     locked.note_ranks(space, ranks);
                     none.insert(locked)
                 }

@@ -186,6 +186,7 @@ fn span(span: &Span, id: u64) -> Value {
         text("gen_ai.request.id", &span.request),
         text("gen_ai.request.model", &span.model),
     ];
+    let mut has_failed = false;
     let name = match &span.step {
         Step::Lookup {
             tokens,
@@ -211,16 +212,17 @@ fn span(span: &Span, id: u64) -> Value {
             "lmc.lookup"
         }
         Step::Store(copied) => {
-            attributes.extend(copied.map(copy).into_iter().flatten());
+            has_failed = copied.has_failed;
+            attributes.extend(copy(*copied));
             "lmc.store"
         }
         Step::Retrieve(copied) => {
-            attributes.extend(copied.map(copy).into_iter().flatten());
+            has_failed = copied.has_failed;
+            attributes.extend(copy(*copied));
             "lmc.retrieve"
         }
         _ => "lmc.step",
     };
-    let has_failed = matches!(span.step, Step::Store(None) | Step::Retrieve(None));
     let mut value = json!({
         "traceId": format!("{trace:032x}"),
         "spanId": format!("{id:016x}"),

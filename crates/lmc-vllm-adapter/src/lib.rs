@@ -10,6 +10,36 @@
 //! Every length from outside is checked before memory is allocated for it, and every value is
 //! parsed into a type before it is used. *Not* included: pickle (a pickled payload is refused,
 //! never loaded) and gRPC.
+//!
+//! ```
+//! use std::sync::Arc;
+//! use std::time::Duration;
+//!
+//! use lmc_engine::{CacheEngine, EngineConfig};
+//! use lmc_memory::ArenaConfig;
+//! use lmc_vllm_adapter::{Client, Reply, Request, Service, ServiceConfig, ZmqConfig, ZmqServer};
+//!
+//! # let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+//! # runtime.block_on(async {
+//! let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build()?);
+//! let engine = CacheEngine::new(EngineConfig::default(), arena)?;
+//! let service = Service::new(ServiceConfig::default(), engine)?;
+//! let server = ZmqServer::bind(ZmqConfig { port: 0, ..ZmqConfig::default() }, service).await?;
+//! let address = server.local_addr();
+//! let (stop, stopped) = tokio::sync::watch::channel(false);
+//! let serving = tokio::spawn(server.run(stopped));
+//!
+//! let asked = tokio::task::spawn_blocking(move || {
+//!     let mut client = Client::connect(address, Duration::from_secs(20))?;
+//!     client.ask(&Request::GetChunkSize)
+//! });
+//! assert_eq!(asked.await??, Reply::Int(256));
+//!
+//! stop.send(true)?;
+//! serving.await?;
+//! # Ok::<(), Box<dyn std::error::Error>>(()) })?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 #[cfg(feature = "adapters")]
 pub mod adapters;

@@ -8,9 +8,9 @@ use super::format::{bytes, number, percent};
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
-The server follows a sample of the requested chunks since its start. The output is the share of these
-chunks that LRU caches of several sizes would have found: the size of memory alone, of memory with drives,
-and more. Peers and shared stores do not count.";
+The server follows a sample of the requested chunks since its start. The output is an estimate of the share
+of all requested chunks that LRU caches of several sizes would have found: the size of memory alone, of
+memory with drives, and more. Peers and shared stores do not count.";
 
 /// Uses of followed chunks below which there is no estimate.
 const LEAST_FOLLOWED: f64 = 1000.0;

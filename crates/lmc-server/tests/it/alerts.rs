@@ -298,10 +298,10 @@ fn a_peer_that_is_killed_is_lost_and_one_that_stops_fails() {
     });
     let failing = scrape(&server);
     fires_after(&before, &failing, &["LmcTierFailing"]);
-    // The same failures are few on a tier that is read a hundred times as often.
+    // The same failures are few among a hundred times as many lookups.
     let mut busy = failing.clone();
-    let chunks = |sample: &&mut Sample| sample.name == "lmc_tier_fetched_chunks_total";
-    (busy.iter_mut().flatten().filter(chunks)).for_each(|sample| sample.value += 2_000.0);
+    let lookups = |sample: &&mut Sample| sample.name == "lmcache_mp_lookups_requests_total";
+    (busy.iter_mut().flatten().filter(lookups)).for_each(|sample| sample.value += 2_000.0);
     fires_after(&before, &busy, &[]);
     other.process.kill();
     until_connected(&server, 0.0);

@@ -17,7 +17,7 @@ use crate::service::notices::Notices;
 use crate::service::pulse::Pulse;
 use crate::service::request_log::AtomicRequestLog;
 use crate::service::spaces::Spaces;
-use crate::service::spans::{Span, Spans, Step};
+use crate::service::spans::{Copied, Span, Spans, Step};
 use crate::service::stats::{ServiceCounters, Stats, add};
 use crate::service::throttle::Throttle;
 
@@ -210,13 +210,13 @@ impl Context {
     /// Counts a store that failed, and notes its span. `begun` is the time of the worker's request.
     pub(super) fn store_failed(&self, key: &CacheKey, begun: Instant) {
         add(&self.stats.service.stores_failed, 1);
-        self.add_copy(key, begun.elapsed(), || Step::Store(None));
+        self.add_copy(key, begun.elapsed(), || Step::Store(Copied::failed(key)));
     }
 
     /// Counts a retrieve that failed, and notes its span. `begun` is the time of the worker's request.
     pub(super) fn retrieve_failed(&self, key: &CacheKey, begun: Instant) {
         add(&self.stats.service.retrieves_missed, 1);
-        self.add_copy(key, begun.elapsed(), || Step::Retrieve(None));
+        self.add_copy(key, begun.elapsed(), || Step::Retrieve(Copied::failed(key)));
     }
 
     /// As [`Self::add_span`], for a range that a worker has copied.

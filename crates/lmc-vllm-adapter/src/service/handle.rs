@@ -396,7 +396,7 @@ impl Service {
                 "cleared here; not confirmed by {}: see `lmc status`",
                 cleared.unconfirmed.join(", ")
             )),
-            Err(error) => refuse(&format!("nothing is cleared: {error}")),
+            Err(error) => refuse(&format!("nothing was cleared: {error}")),
         }))
     }
 

@@ -47,10 +47,10 @@ pub enum Step {
         /// Tier that failed or was late, where that is the reason.
         tier: Option<String>,
     },
-    /// A worker has stored a range of its rank; `None` where that failed.
-    Store(Option<Copied>),
-    /// A worker has retrieved a range of its rank; `None` where that failed.
-    Retrieve(Option<Copied>),
+    /// A worker has stored a range of its rank.
+    Store(Copied),
+    /// A worker has retrieved a range of its rank.
+    Retrieve(Copied),
 }
 
 impl Span {
@@ -82,6 +82,8 @@ pub struct Copied {
     pub chunks: u64,
     /// Bytes of these chunks.
     pub bytes: u64,
+    /// True if the store or retrieve failed, so that nothing was copied.
+    pub has_failed: bool,
 }
 
 impl Copied {
@@ -90,6 +92,14 @@ impl Copied {
             kv_rank: key.worker_id.unwrap_or_default(),
             chunks: chunks as u64,
             bytes,
+            has_failed: false,
+        }
+    }
+
+    pub(super) fn failed(key: &CacheKey) -> Self {
+        Self {
+            has_failed: true,
+            ..Self::new(key, 0, 0)
         }
     }
 }
@@ -155,7 +165,7 @@ mod tests {
             parent: None,
             ended: SystemTime::UNIX_EPOCH,
             took: Duration::ZERO,
-            step: Step::Store(None),
+            step: Step::Store(Copied::failed(&CacheKey::default())),
         }
     }
 

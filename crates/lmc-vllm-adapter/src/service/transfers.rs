@@ -331,7 +331,7 @@ impl Transfers {
         let count = tickets.len();
         let inserted = context.engine.commit(tickets);
         context.add_copy(key, begun.elapsed(), || {
-            Step::Store(Some(Copied::new(key, count, bytes)))
+            Step::Store(Copied::new(key, count, bytes))
         });
         context.push(to, || stored);
         for (hash, inserted) in hashes.into_iter().zip(inserted) {
@@ -636,7 +636,7 @@ impl Transfers {
         add(&counters.retrieved_bytes, bytes);
         self.lookups.retrieved(client, key, space, kv_rank, chunks);
         self.context.add_copy(key, begun.elapsed(), || {
-            Step::Retrieve(Some(Copied::new(key, chunks.len(), bytes)))
+            Step::Retrieve(Copied::new(key, chunks.len(), bytes))
         });
     }
 
