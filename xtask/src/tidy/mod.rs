@@ -9,6 +9,7 @@ mod sentences;
 mod source;
 mod tree;
 mod unsafe_code;
+mod walk;
 mod words;
 
 pub(crate) use links::link_targets;
@@ -84,6 +85,10 @@ const RULES: &[Rule] = &[
     Rule {
         name: "pronouns of doc comments stand for a noun",
         check: sentences::nouns,
+    },
+    Rule {
+        name: "the walk names functions that exist",
+        check: walk::functions,
     },
     Rule {
         name: "invariants name tests that exist",
