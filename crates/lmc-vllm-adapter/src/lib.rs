@@ -16,6 +16,7 @@
 //! use std::time::Duration;
 //!
 //! use lmc_engine::{CacheEngine, EngineConfig};
+//! use lmc_key::{ChunkHasher, HashAlgorithm};
 //! use lmc_memory::ArenaConfig;
 //! use lmc_vllm_adapter::{Client, Reply, Request, Service, ServiceConfig, ZmqConfig, ZmqServer};
 //!
@@ -23,7 +24,8 @@
 //! # runtime.block_on(async {
 //! let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build()?);
 //! let engine = CacheEngine::new(EngineConfig::default(), arena)?;
-//! let service = Service::new(ServiceConfig::default(), engine)?;
+//! let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 256)?;
+//! let service = Service::new(ServiceConfig::new(hasher), engine)?;
 //! let server = ZmqServer::bind(ZmqConfig { port: 0, ..ZmqConfig::default() }, service).await?;
 //! let address = server.local_addr();
 //! let (stop, stopped) = tokio::sync::watch::channel(false);
