@@ -45,7 +45,7 @@ metrics! {
     "lmcache_mp_lookup_hit_l2_tokens_total" counter "Tokens that lookups found in lower tiers, in addition to those in memory." = |s| s.counts.hit_tokens_lower;
     "lmc_tail_hit_tokens_total" counter "Tokens of tails, the blocks after a prompt's last whole chunk, that lookups of lmc's own connector found. Not in lmcache_mp_lookup_hit_tokens_total." = |s| s.counts.hit_tokens_tail;
     "lmc_tail_retrieved_tokens_total" counter "Tokens of tails that engines retrieved. Not in lmc_retrieved_tokens_total." = |s| s.counts.retrieved_tokens_tail;
-    "lmc_lookup_missed_tokens_total{reason=\"never_stored\"}" counter "Tokens of whole chunks that lookups did not find, by the reason why the first missing chunk was missing. docs/vllm.md explains the reasons, and says which are probable. The sum is the requested tokens that were not found, without lookups that ended before their answer." = |s| s.counts.missed_never_stored;
+    "lmc_lookup_missed_tokens_total{reason=\"never_stored\"}" counter "Tokens of whole chunks that lookups did not find, by the reason why the first missing chunk was missing. docs/misses.md explains the reasons, and says which are probable. The sum is the requested tokens that were not found, without lookups that ended before their answer." = |s| s.counts.missed_never_stored;
     "lmc_lookup_missed_tokens_total{reason=\"evicted\"}" counter "" = |s| s.counts.missed_evicted;
     "lmc_lookup_missed_tokens_total{reason=\"cleared\"}" counter "" = |s| s.counts.missed_cleared;
     "lmc_lookup_missed_tokens_total{reason=\"removed\"}" counter "" = |s| s.counts.missed_removed;
