@@ -122,6 +122,17 @@ def serving(machine):
     ran(machine, "lmc bench gets the bytes that it stored", *BENCH, "--count", "50")
     ok, said = machine.run("test", "-S", "/run/lmc/lmc.sock")
     check("lmc's own connector finds its socket", ok, said)
+    ok, said = asked(machine, "/", "text/html")
+    check("a browser gets the page", ok and "<!doctype html>" in said.lower(), said[:200])
+    ok, said = asked(machine, "/live", "text/event-stream")
+    check("the page gets the state of the server", ok and "data: {" in said, said[:200])
+
+
+def asked(machine, path, accept):
+    """The start of an answer over HTTP. A Debian without anything else has bash, and no curl."""
+    head = f"GET {path} HTTP/1.1\\r\\nHost: localhost\\r\\nAccept: {accept}\\r\\n\\r\\n"
+    return machine.run("timeout", "20", "bash", "-c",
+                       f"exec 3<>/dev/tcp/127.0.0.1/8080; printf '{head}' >&3; head -c 2000 <&3")
 
 
 def traces(machine, before):
