@@ -6,9 +6,9 @@ use std::thread;
 use std::time::Instant;
 
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, FailedSlot, Health, Listed,
-    LoadItem, Loaded, LocalIndex, LocateHint, Located, Location, Page, StoreItem, Stored, Usage,
-    WriteBackend, ready,
+    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, FailedSlot, Handle, Health,
+    Listed, LoadItem, Loaded, LocalIndex, LocateHint, Located, Location, Page, StoreItem, Stored,
+    Usage, WriteBackend, ready,
 };
 use lmc_key::ChunkKey;
 use parking_lot::Mutex;
@@ -38,11 +38,20 @@ pub struct DiskBackend {
     unreachable_segments: Mutex<Vec<UnreachableSegment>>,
     counters: Counters,
     timer: Timer,
+    /// Handle of the chunks of each drive.
+    handles: Vec<Handle>,
 }
+
+/// The drive that had a chunk when it was located, in a [`Handle`].
+#[derive(Clone, Copy)]
+struct OnDrive(usize);
 
 impl DiskBackend {
     pub(crate) fn new(drives: Vec<Drive>, set: DriveSet) -> io::Result<Self> {
         Ok(Self {
+            handles: (0..drives.len())
+                .map(|drive| Handle::new(OnDrive(drive)))
+                .collect(),
             drives: drives.into(),
             set,
             unreachable: Vec::new(),
@@ -128,6 +137,13 @@ impl DiskBackend {
             .find(|&drive| self.drives[drive].unavailable().is_none())
     }
 
+    /// Returns the drive that had a chunk when it was located, if it works. The drive's load finds the chunk.
+    fn located(&self, item: &LoadItem) -> Option<usize> {
+        let OnDrive(drive) = *item.handle.as_ref()?.get()?;
+        let works = |drive: &Drive| drive.unavailable().is_none();
+        self.drives.get(drive).is_some_and(works).then_some(drive)
+    }
+
     /// Returns the working drive that has a chunk, and the chunk's length.
     fn find(&self, key: &ChunkKey) -> Option<(usize, u64)> {
         self.drives.iter().enumerate().find_map(|(number, drive)| {
@@ -178,8 +194,10 @@ impl DiskBackend {
             }
             // A chunk that no drive has is loaded from a working drive, which answers with a miss or with
             // closed.
-            let found = self.find(&item.key).map(|(drive, _)| drive);
-            let drive = found.or_else(|| self.home(&item.key)).unwrap_or(0);
+            let drive = (self.located(&item))
+                .or_else(|| self.find(&item.key).map(|(drive, _)| drive))
+                .or_else(|| self.home(&item.key))
+                .unwrap_or(0);
             on.push(drive);
             self.drives[drive].load(item, (Arc::clone(&batch), index));
         }
@@ -303,7 +321,8 @@ impl LocalIndex for DiskBackend {
             (false, None) => Ok(self.find(key).map_or(Located::Absent, |(number, len)| {
                 let drive = &self.drives[number];
                 let cost = drive.read_time((1 + blocks(len)) * BLOCK);
-                Located::Present(Location::new(len).with_cost(cost))
+                let location = Location::new(len).with_cost(cost);
+                Located::Present(location.with_handle(self.handles[number].clone()))
             })),
         };
         keys.iter().map(located).collect()

@@ -7,9 +7,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lmc_backend::conformance::{clear_all, fill_value, lens_of, store_batch, test_key};
-use lmc_backend::{Backend, Health, Located, StoreItem};
+use lmc_backend::conformance::{
+    check_value, clear_all, fill_value, lens_of, load_batch, store_batch, test_key,
+};
+use lmc_backend::{Backend, Handle, Health, LoadItem, Loaded, Located, StoreItem};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
+use lmc_key::ChunkKey;
 use lmc_testkit::{Folder, pool, soon, until};
 
 const MIB: u64 = 1 << 20;
@@ -267,4 +270,53 @@ fn a_drive_that_is_out_is_the_fault_of_its_own_chunks_alone() {
     // Nothing keeps the tier from a chunk that no drive has.
     let other = test_key(CHUNKS);
     assert!(tier.index().unwrap().fault_of(&other).is_none());
+}
+
+/// A handle names the drive of a chunk. A handle that is outdated, or of another tier, costs a miss at most.
+#[test]
+fn a_chunk_is_read_from_the_drive_that_its_handle_names() {
+    let folder = Drives::new();
+    let tier = folder.drives(&["a", "b"]).with_new_drives().open().unwrap();
+    store(&tier);
+    let pool = pool(MIB);
+    let keys: Vec<_> = (0..CHUNKS).map(test_key).collect();
+    let located = tier.index().unwrap().locate_now(&keys);
+    let handles = located
+        .into_iter()
+        .map(|located| located.unwrap().present().unwrap().handle);
+    let handles: Vec<Option<Handle>> = handles.collect();
+    let load = |handles: &[Option<Handle>]| {
+        let item = |(key, handle): (&ChunkKey, &Option<Handle>)| {
+            LoadItem::new(*key, pool.reserve(4096).unwrap()).with_handle(handle.clone())
+        };
+        let items = keys.iter().zip(handles).map(item).collect();
+        let loaded = load_batch(&tier, items, soon()).into_iter();
+        let is_hit = |(key, loaded): (&ChunkKey, Loaded)| match loaded {
+            Loaded::Hit(slot) => {
+                check_value(key, slot.bytes()).unwrap();
+                true
+            }
+            Loaded::Miss(_) => false,
+            failed @ Loaded::Failed { .. } => panic!("{failed:?}"),
+        };
+        keys.iter()
+            .zip(loaded)
+            .map(is_hit)
+            .filter(|is_hit| *is_hit)
+            .count()
+    };
+    assert!(handles.iter().all(Option::is_some));
+    assert_eq!(load(&handles), CHUNKS as usize);
+    assert_eq!(load(&vec![None; CHUNKS as usize]), CHUNKS as usize);
+    assert_eq!(
+        load(&vec![Some(Handle::new(7)); CHUNKS as usize]),
+        CHUNKS as usize
+    );
+    let others: Vec<_> = handles.iter().rev().cloned().collect();
+    assert!(
+        load(&others) < CHUNKS as usize,
+        "some are on the other drive"
+    );
+    clear(&tier);
+    assert_eq!(load(&handles), 0);
 }

@@ -1,6 +1,7 @@
 //! Location of a prompt's chunks in the tiers.
 
 use std::collections::BTreeSet;
+use std::iter;
 use std::mem;
 use std::time::{Duration, Instant};
 
@@ -187,11 +188,11 @@ impl Tiers {
         // Most prompts that DRAM does not know are in no tier.
         let found = match known {
             [] => Vec::new(),
-            [first, _, ..] if self.each_now(&[*first], chunk_bytes, None)[0].is_none() => {
+            [first, _, ..] if self.each_now(&[*first], [], chunk_bytes, None)[0].is_none() => {
                 Vec::new()
             }
             _ => self
-                .each_now(known, chunk_bytes, None)
+                .each_now(known, [], chunk_bytes, None)
                 .into_iter()
                 .map_while(|one| one)
                 .collect(),
@@ -208,7 +209,18 @@ impl Tiers {
         chunk_bytes: Option<u64>,
         except: Option<usize>,
     ) -> Vec<Option<Source>> {
-        self.each_now(self.not_removing(keys), chunk_bytes, except)
+        self.each_now(self.not_removing(keys), [], chunk_bytes, except)
+    }
+
+    /// Finds the source of each key as [`Self::sources_now`] does, but asks no tier for the keys whose source
+    /// is known. DRAM counts before a known source.
+    pub(crate) fn sources_after(
+        &self,
+        keys: &[ChunkKey],
+        known: impl IntoIterator<Item = Option<Source>>,
+        chunk_bytes: Option<u64>,
+    ) -> Vec<Option<Source>> {
+        self.each_now(self.not_removing(keys), known, chunk_bytes, None)
     }
 
     /// Returns the reason of a miss if a tier with a local index may have the chunk but is faulty.
@@ -266,24 +278,30 @@ impl Tiers {
     fn each_now(
         &self,
         keys: &[ChunkKey],
+        known: impl IntoIterator<Item = Option<Source>>,
         chunk_bytes: Option<u64>,
         except: Option<usize>,
     ) -> Vec<Option<Source>> {
         let local = self.local.contains(keys).into_iter();
         // A chunk in DRAM is read from no tier, whatever its length.
         let in_dram = |len: u64| fits(len, chunk_bytes).then_some(Source::Dram);
-        let mut found: Vec<Option<Option<Source>>> = local.map(|len| len.map(in_dram)).collect();
+        let known = known.into_iter().map(|source| source.map(Some));
+        let mut found: Vec<Option<Option<Source>>> = (local.zip(known.chain(iter::repeat(None))))
+            .map(|(len, known)| len.map(in_dram).or(known))
+            .collect();
         for (index, tier) in self.tiers.iter().enumerate() {
             let Some(tier_index) = tier.backend.index().filter(|_| except != Some(index)) else {
                 continue;
             };
-            let located = tier_index.locate_now(keys);
-            for (found, located) in found.iter_mut().zip(located) {
-                if found.is_some() {
-                    continue;
-                }
+            let open: Vec<usize> = (0..keys.len()).filter(|&at| found[at].is_none()).collect();
+            let located = match open.len() {
+                0 => break,
+                all if all == keys.len() => tier_index.locate_now(keys),
+                _ => tier_index.locate_now(&open.iter().map(|&at| keys[at]).collect::<Vec<_>>()),
+            };
+            for (at, located) in open.into_iter().zip(located) {
                 if let Ok(Located::Present(location)) = located {
-                    *found = self.source(index, location, chunk_bytes).map(Some);
+                    found[at] = self.source(index, location, chunk_bytes).map(Some);
                 }
             }
         }

@@ -332,37 +332,35 @@ impl Tiers {
         tokio::time::timeout_at(deadline, granted).await.ok()?
     }
 
-    /// Returns the source that a chunk had when the prompt was located, if it is a tier without a local
-    /// index: such a tier is not asked again.
-    fn asked_source(&self, prompt: &Prompt, index: usize) -> Option<Source> {
-        let source = prompt.sources.get(index.checked_sub(prompt.first)?)?;
-        match source {
-            Source::Tier { index, .. } if self.tiers[*index].backend.index().is_none() => {
-                Some(source.clone())
-            }
-            _ => None,
-        }
-    }
-
     /// Finds the current sources of the leading chunks of a range. Chunks that were in DRAM when the prompt
-    /// was located may have been evicted for its head, and the other way round.
+    /// was located may have been evicted for its head, and the other way round. A tier that had a chunk is
+    /// not asked again: its load shows whether the chunk is still there.
     fn located(
         &self,
         prompt: &Prompt,
         range: Range<usize>,
     ) -> impl Iterator<Item = (Rest, Source)> {
         let keys = &prompt.keys[range.clone()];
+        let known = prompt.sources(&range).iter().map(|source| match source {
+            Source::Tier { .. } => Some(source.clone()),
+            Source::Dram => None,
+        });
         let mut now = self
-            .sources_now(keys, prompt.chunk_bytes(), None)
+            .sources_after(keys, known, prompt.chunk_bytes())
             .into_iter();
         range.map_while(move |index| {
-            let asked = self.asked_source(prompt, index);
+            let source = now.next()??;
+            // A tier with a local index is looked at again before a later read.
+            let is_asked = |tier: usize| self.tiers[tier].backend.index().is_none();
             let rest = Rest {
                 index,
-                asked: asked.clone(),
+                asked: source
+                    .tier()
+                    .filter(|tier| is_asked(*tier))
+                    .map(|_| source.clone()),
                 failed: None,
             };
-            Some((rest, now.next()?.or(asked)?))
+            Some((rest, source))
         })
     }
 
