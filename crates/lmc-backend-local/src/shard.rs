@@ -80,7 +80,7 @@ pub(crate) struct Taken {
 }
 
 /// Outcome of one step of eviction.
-pub(crate) enum Step {
+pub(crate) enum EvictionStep {
     Evicted(Taken),
     /// Entries were set aside and more are queued: call again.
     Again,
@@ -460,13 +460,13 @@ impl Shard {
     }
 
     /// Evicts the next entry of a class that is not leased, pinned or a parent.
-    pub(crate) fn evict(&mut self, tenant: Option<TenantId>) -> Step {
+    pub(crate) fn evict(&mut self, tenant: Option<TenantId>) -> EvictionStep {
         let Some((order, slab)) = self.order_for(tenant) else {
-            return Step::Empty;
+            return EvictionStep::Empty;
         };
         for _ in 0..ASIDE_PER_STEP {
             let Some(index) = order.policy.pop(&mut slab.nodes) else {
-                return Step::Empty;
+                return EvictionStep::Empty;
             };
             let entry = slab.entry_mut(index);
             if entry.busy() {
@@ -477,21 +477,21 @@ impl Shard {
             } else {
                 let print = fingerprint(&slab.identity(index).key);
                 order.policy.evicted(&slab.nodes, index, print);
-                return Step::Evicted(self.unlist(index));
+                return EvictionStep::Evicted(self.unlist(index));
             }
         }
-        Step::Again
+        EvictionStep::Again
     }
 
     /// Evicts a parent, when no shard has a better candidate. The parents deepest in their prefix had their
     /// turn first, and are evicted first.
-    pub(crate) fn evict_parent(&mut self, tenant: Option<TenantId>) -> Step {
+    pub(crate) fn evict_parent(&mut self, tenant: Option<TenantId>) -> EvictionStep {
         let Some((order, slab)) = self.order_for(tenant) else {
-            return Step::Empty;
+            return EvictionStep::Empty;
         };
         for _ in 0..ASIDE_PER_STEP {
             let Some(index) = order.parents.pop_tail(&mut slab.nodes) else {
-                return Step::Empty;
+                return EvictionStep::Empty;
             };
             let entry = slab.entry_mut(index);
             if entry.busy() {
@@ -500,9 +500,9 @@ impl Shard {
             }
             let print = fingerprint(&slab.identity(index).key);
             order.policy.evicted(&slab.nodes, index, print);
-            return Step::Evicted(self.unlist(index));
+            return EvictionStep::Evicted(self.unlist(index));
         }
-        Step::Again
+        EvictionStep::Again
     }
 
     /// Returns the order of exactly this class; `None` stands for the shared one.

@@ -16,11 +16,11 @@ macro_rules! counters {
         }
 
         #[derive(Debug, Default)]
-        pub(crate) struct Counters {
+        pub(crate) struct LocalCounters {
             $(pub(crate) $name: Counter,)*
         }
 
-        impl Counters {
+        impl LocalCounters {
             pub(crate) fn snapshot(&self) -> LocalStats {
                 LocalStats { $($name: self.$name.get(),)* }
             }
@@ -83,7 +83,7 @@ impl Counter {
     }
 }
 
-impl Counters {
+impl LocalCounters {
     pub(crate) fn count_removal(&self, cause: Removal, bytes: u64) {
         let counter = match cause {
             Removal::Capacity => &self.evicted_capacity,

@@ -13,9 +13,9 @@ use futures_util::future::join_all;
 use lmc_backend::{Clears, TooManyClears, now};
 use lmc_key::{ClearsId, Printable};
 
-use crate::link::{Link, Session, until};
+use crate::link::{Link, Session, timeout_at};
 use crate::message::{ClearsPage, Describe, Reply, Request};
-use crate::peers::{Peer, Peers};
+use crate::peers::{ConnectedPeer, Peers};
 use crate::session::{AskError, HelloError, IN_STEP_EVERY, Sessions};
 use crate::spaces::mismatches;
 
@@ -38,7 +38,8 @@ enum ExchangeError {
     TooManyClears(#[from] TooManyClears),
 }
 
-/// Exchanges clears and descriptions with peers. The state of a peer's exchanges is in its [`Peer`].
+/// Exchanges clears and descriptions with peers. The state of a peer's exchanges is in its
+/// [`ConnectedPeer`].
 pub(crate) struct Exchange<L> {
     pub(crate) sessions: Arc<Sessions<L>>,
 }
@@ -73,12 +74,13 @@ impl<L: Link> Exchange<L> {
         match &learned {
             Ok(()) if is_known => {}
             Ok(()) => {
-                let count = |peer: &mut Peer| peer.counters.clears += 1;
+                let count = |peer: &mut ConnectedPeer| peer.counters.clears += 1;
                 self.sessions.with(session, count);
                 tracing::info!(peer = %session.peer, "clears of a peer were carried out here");
             }
             Err(error) => {
-                let is_new = |peer: &mut Peer| peer.did_not_exchange(error.to_string(), now());
+                let is_new =
+                    |peer: &mut ConnectedPeer| peer.did_not_exchange(error.to_string(), now());
                 if self.sessions.with(session, is_new) == Some(true) {
                     tracing::warn!(peer = %session.peer, %error, "a peer has carried out other clears, and no chunk passes between it and this server");
                 }
@@ -127,7 +129,8 @@ impl<L: Link> Exchange<L> {
         match self.send_pages(session, (&ours, id), deadline).await {
             Ok((theirs, is_noted)) => Some((theirs.map_or(ours, Arc::new), is_noted)),
             Err(error) => {
-                let failed = |peer: &mut Peer| peer.did_not_exchange(error.to_string(), now());
+                let failed =
+                    |peer: &mut ConnectedPeer| peer.did_not_exchange(error.to_string(), now());
                 self.sessions.with(session, failed);
                 None
             }
@@ -171,7 +174,7 @@ impl<L: Link> Exchange<L> {
     pub(crate) async fn exchange_clears(&self, deadline: Instant) {
         let due: Vec<Session> = {
             let peers = self.sessions.peers.lock();
-            let due = |peer: &&Peer| peer.hello.is_some() && peer.exchanges.is_over(now());
+            let due = |peer: &&ConnectedPeer| peer.hello.is_some() && peer.exchanges.is_over(now());
             peers
                 .iter()
                 .filter(due)
@@ -211,7 +214,7 @@ impl<L: Link> Exchange<L> {
                     return Some(name);
                 };
                 // Clears that are not noted by the deadline are exchanged again later.
-                let _ = until(deadline, self.learn(&session, &theirs)).await;
+                let _ = timeout_at(deadline, self.learn(&session, &theirs)).await;
                 match theirs.contains(clears) {
                     true if is_noted => None,
                     true => Some(format!("{name} (carried out; its restart may undo it)")),
@@ -225,12 +228,12 @@ impl<L: Link> Exchange<L> {
     /// Implements [`Node::stay_in_step`](crate::Node::stay_in_step).
     pub(crate) async fn stay_in_step(&self) {
         loop {
-            let _ = until(now() + IN_STEP_EVERY, self.sessions.out_of_step.notified()).await;
+            let _ = timeout_at(now() + IN_STEP_EVERY, self.sessions.out_of_step.notified()).await;
             let deadline = now() + IN_STEP_TIMEOUT;
             let strangers = self.sessions.peers.lock().without_hello();
             // The peer's last failure shows the reason.
             let hellos = strangers.iter().map(|session| self.connected(session));
-            let hellos = until(deadline, join_all(hellos));
+            let hellos = timeout_at(deadline, join_all(hellos));
             let exchange = self.exchange_clears(deadline);
             tokio::join!(exchange, hellos, self.describe_peers(deadline));
             tokio::time::sleep(IN_STEP_PAUSE).await;

@@ -90,7 +90,7 @@ pub(crate) fn tcp_address(text: &str) -> Result<Address, AddressError> {
 }
 
 /// Awaits `future` until the deadline, on the runtime's clock.
-pub(crate) async fn until<T>(deadline: Instant, future: impl Future<Output = T>) -> Option<T> {
+pub(crate) async fn timeout_at<T>(deadline: Instant, future: impl Future<Output = T>) -> Option<T> {
     let deadline = tokio::time::Instant::from_std(deadline);
     tokio::time::timeout_at(deadline, future)
         .map(Result::ok)

@@ -14,13 +14,13 @@ use crate::digest::{digest, known_digest, unsummed};
 use crate::directory::ChangedKeys;
 use crate::exchange::Exchange;
 use crate::leases::{Busy, LeaseTable, OwnerLimits};
-use crate::link::{Link, Session, until};
+use crate::link::{Link, Session, timeout_at};
 use crate::message::{
     ChunkLease, ChunkState, FEATURE_LATE_DIGESTS, Holder, KeyBatch, LATE_DIGEST, Lease, Leased,
     Located, MAX_HOLDERS, MessageError, Push, Pushed, Refusal, Release, Released, Renew, Reply,
     Request, Stamped,
 };
-use crate::peers::{self, Peer};
+use crate::peers::{self, ConnectedPeer};
 use crate::recent::Recent;
 use crate::session::{HOLD_MARGIN, ORDER_TIMEOUT, Sessions};
 use crate::summing::{self, SummingTurn};
@@ -288,7 +288,7 @@ impl<L: Link> Owner<L> {
             held
         };
         // If a promotion does not end in time, all chunks are misses.
-        let held = until(wait_until + HOLD_MARGIN, held).await;
+        let held = timeout_at(wait_until + HOLD_MARGIN, held).await;
         let held = held.unwrap_or_default();
         let held = allowed.iter().copied().zip(held);
         let held: Vec<(ChunkKey, HostLease)> =
@@ -359,7 +359,7 @@ impl<L: Link> Owner<L> {
                 Some(Busy::Rate) => wait_until.min(now() + RATE_PAUSE),
                 _ => wait_until,
             };
-            let _ = until(pause, freed).await;
+            let _ = timeout_at(pause, freed).await;
         }
     }
 
@@ -425,7 +425,7 @@ impl<L: Link> Owner<L> {
     }
 
     fn takes_late_digests(&self, session: &Session) -> bool {
-        let takes = |peer: &mut Peer| peer.has_feature(FEATURE_LATE_DIGESTS);
+        let takes = |peer: &mut ConnectedPeer| peer.has_feature(FEATURE_LATE_DIGESTS);
         self.sessions.with_peer(&session.peer, takes) == Some(true)
     }
 
@@ -462,7 +462,7 @@ impl<L: Link> Owner<L> {
             let again = self.lent.expiry.notified();
             match next {
                 Some(at) => {
-                    let _ = until(at, again).await;
+                    let _ = timeout_at(at, again).await;
                 }
                 None => again.await,
             }
@@ -483,7 +483,7 @@ impl<L: Link> Owner<L> {
             .with_sources(Arc::new([session.peer.to_string()]))
             .with_timeout(ORDER_LOCATE_TIMEOUT);
         // Chunks that are not read by then are not waited for.
-        let _ = until(
+        let _ = timeout_at(
             now() + ORDER_TIMEOUT,
             self.sessions.host.promote(&keys, hint),
         )
@@ -525,7 +525,7 @@ impl<L: Link> Owner<L> {
         let peer = session.peer.as_str();
         let received = self.sessions.host.receive(run, peer, ORDER_LOCATE_TIMEOUT);
         // Chunks that are not read by then are not waited for.
-        match until(now() + ORDER_TIMEOUT, received).await {
+        match timeout_at(now() + ORDER_TIMEOUT, received).await {
             Some(received) => Reply::Pushed(Pushed {
                 chunks: received.chunks as u32,
                 is_wanted: received.is_wanted,

@@ -133,7 +133,7 @@ pub struct GonePeer {
 
 /// One connected peer.
 #[derive(Debug)]
-pub(crate) struct Peer {
+pub(crate) struct ConnectedPeer {
     pub(crate) session: Session,
     pub(crate) since: Instant,
     /// The peer's hello; `None` until it arrives, or if it was refused.
@@ -180,7 +180,7 @@ pub(crate) struct Peer {
 pub(crate) struct BackOff {
     bounds: (Duration, Duration),
     failures: u32,
-    until: Option<Instant>,
+    ends_at: Option<Instant>,
 }
 
 impl BackOff {
@@ -188,7 +188,7 @@ impl BackOff {
         Self {
             bounds,
             failures: 0,
-            until: None,
+            ends_at: None,
         }
     }
 
@@ -200,26 +200,26 @@ impl BackOff {
         }
         let pause = self.bounds.0 * 2u32.saturating_pow(self.failures.min(16));
         self.failures = self.failures.saturating_add(1);
-        self.until = Some(now + pause.min(self.bounds.1));
+        self.ends_at = Some(now + pause.min(self.bounds.1));
         true
     }
 
     pub(crate) fn succeeded(&mut self) {
-        (self.failures, self.until) = (0, None);
+        (self.failures, self.ends_at) = (0, None);
     }
 
     /// Records that the operation works, only slowly: limits the pause to the length of a first one.
     fn worked_late(&mut self, now: Instant) {
         self.failures = 0;
-        self.until = self.until.map(|until| until.min(now + self.bounds.0));
+        self.ends_at = self.ends_at.map(|at| at.min(now + self.bounds.0));
     }
 
     pub(crate) fn is_over(&self, now: Instant) -> bool {
-        self.until.is_none_or(|until| until <= now)
+        self.ends_at.is_none_or(|at| at <= now)
     }
 }
 
-impl Peer {
+impl ConnectedPeer {
     fn new(session: Session, since: Instant) -> Self {
         Self {
             session,
@@ -282,8 +282,8 @@ impl Peer {
 
     /// Returns the time for which the peer is not asked, or is asked but not read.
     pub(crate) fn paused(&self, now: Instant) -> Option<Duration> {
-        let until = self.answers.until.max(self.lending.until)?;
-        let left = until.saturating_duration_since(now);
+        let ends_at = self.answers.ends_at.max(self.lending.ends_at)?;
+        let left = ends_at.saturating_duration_since(now);
         (!left.is_zero()).then_some(left)
     }
 
@@ -396,7 +396,7 @@ pub(crate) fn begin(under_way: &Arc<()>, most: usize) -> Option<Arc<()>> {
 /// The peers that are connected, by their name on the channel.
 #[derive(Debug, Default)]
 pub(crate) struct Peers {
-    connected: HashMap<PeerId, Peer>,
+    connected: HashMap<PeerId, ConnectedPeer>,
     /// Counters of all peers that are gone.
     past: PeerCounters,
     /// The peers that disconnected last, the latest first.
@@ -410,7 +410,7 @@ impl Peers {
         if peer.is_some_and(|peer| peer.session == *session) {
             return None;
         }
-        let new = Peer::new(session.clone(), now);
+        let new = ConnectedPeer::new(session.clone(), now);
         let old = self.connected.insert(session.peer.clone(), new)?;
         self.past.add(&old.counters);
         Some(old.session)
@@ -452,15 +452,15 @@ impl Peers {
         self.gone.iter()
     }
 
-    pub(crate) fn get(&self, peer: &PeerId) -> Option<&Peer> {
+    pub(crate) fn get(&self, peer: &PeerId) -> Option<&ConnectedPeer> {
         self.connected.get(peer)
     }
 
-    pub(crate) fn get_mut(&mut self, peer: &PeerId) -> Option<&mut Peer> {
+    pub(crate) fn get_mut(&mut self, peer: &PeerId) -> Option<&mut ConnectedPeer> {
         self.connected.get_mut(peer)
     }
 
-    pub(crate) fn of_session(&mut self, session: &Session) -> Option<&mut Peer> {
+    pub(crate) fn of_session(&mut self, session: &Session) -> Option<&mut ConnectedPeer> {
         let peer = self.connected.get_mut(&session.peer);
         peer.filter(|peer| peer.session == *session)
     }
@@ -473,7 +473,7 @@ impl Peers {
         names: &[String],
     ) -> Vec<bool> {
         let mut found = vec![false; layouts.len()];
-        let is_meant = |peer: &&Peer| names.is_empty() || peer.is_one_of(names);
+        let is_meant = |peer: &&ConnectedPeer| names.is_empty() || peer.is_one_of(names);
         for space in self
             .iter()
             .filter(is_meant)
@@ -493,12 +493,12 @@ impl Peers {
         named.map(|peer| peer.session.peer.clone()).collect()
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = &Peer> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &ConnectedPeer> {
         self.connected.values()
     }
 
     /// Returns the daemons among the peers whose hello was accepted.
-    pub(crate) fn daemons(&self) -> impl Iterator<Item = &Peer> {
+    pub(crate) fn daemons(&self) -> impl Iterator<Item = &ConnectedPeer> {
         self.iter().filter(|peer| peer.is_daemon())
     }
 
@@ -519,12 +519,12 @@ impl Peers {
     /// Returns the names of the peers that can be asked for chunks now. Also returns the names of the peers
     /// that may have chunks but are not asked, because they failed a moment ago or have sent no hello yet.
     pub(crate) fn to_ask(&self, now: Instant) -> (Vec<PeerId>, Vec<PeerId>) {
-        let may_have = |peer: &&Peer| !peer.is_directory() && !peer.is_unfit;
-        let (able, left_out): (Vec<&Peer>, Vec<&Peer>) = self
+        let may_have = |peer: &&ConnectedPeer| !peer.is_directory() && !peer.is_unfit;
+        let (able, left_out): (Vec<&ConnectedPeer>, Vec<&ConnectedPeer>) = self
             .iter()
             .filter(may_have)
             .partition(|peer| peer.can_be_asked(now));
-        let names = |peers: Vec<&Peer>| {
+        let names = |peers: Vec<&ConnectedPeer>| {
             let mut names: Vec<PeerId> = peers.iter().map(|p| p.session.peer.clone()).collect();
             names.sort_unstable();
             names
@@ -544,7 +544,8 @@ impl Peers {
     pub(crate) fn may_lend(&self, names: &[String], refused: &[PeerId], now: Instant) -> bool {
         // A busy peer fails sometimes.
         let soon = now + SOON;
-        let lends = |peer: &Peer| !peer.is_draining() && !peer.is_unfit && peer.lends(soon);
+        let lends =
+            |peer: &ConnectedPeer| !peer.is_draining() && !peer.is_unfit && peer.lends(soon);
         self.daemons().any(|peer| {
             !refused.contains(&peer.session.peer) && peer.is_one_of(names) && lends(peer)
         })

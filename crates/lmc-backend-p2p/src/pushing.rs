@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use thiserror::Error;
 use tokio::sync::Notify;
 
-use crate::link::{Link, until};
+use crate::link::{Link, timeout_at};
 use crate::message::{KeyBatch, Push, Pushed, Refusal, Reply, Request};
 use crate::peers::MAX_PUSHES;
 use crate::session::{AskError, ORDER_TIMEOUT, Sessions};
@@ -76,13 +76,13 @@ struct WaitingRun {
     run: ChunkRun,
     /// Clears in the names of the keys.
     clears: ClearsId,
-    until: Instant,
+    deadline: Instant,
 }
 
 impl PushQueues {
     /// Adds the chunks of a run that are not queued yet, as far as the limit allows. Returns the number of
     /// chunks beyond the limit.
-    fn add(&self, peer: &PeerId, run: &ChunkRun, clears: ClearsId, until: Instant) -> usize {
+    fn add(&self, peer: &PeerId, run: &ChunkRun, clears: ClearsId, deadline: Instant) -> usize {
         let mut by_peer = self.by_peer.lock();
         let known = by_peer.get(peer).map_or(0, |queue| queue.keys.len());
         let mut left = MAX_WAITING.saturating_sub(known);
@@ -111,7 +111,11 @@ impl PushQueues {
         if !added.is_empty() {
             let queue = by_peer.entry(peer.clone()).or_default();
             queue.keys.extend(added.iter().flat_map(|run| &run.keys));
-            let waiting = |run| WaitingRun { run, clears, until };
+            let waiting = |run| WaitingRun {
+                run,
+                clears,
+                deadline,
+            };
             queue.runs.extend(added.into_iter().map(waiting));
             self.came.notify_one();
         }
@@ -123,7 +127,7 @@ impl PushQueues {
         let mut taken = Vec::new();
         for (peer, queue) in &mut *self.by_peer.lock() {
             while let Some(first) = queue.runs.front()
-                && (queue.pushing < MAX_PUSHES || first.until <= now)
+                && (queue.pushing < MAX_PUSHES || first.deadline <= now)
                 && let Some(run) = queue.runs.pop_front()
             {
                 queue.pushing += 1;
@@ -136,7 +140,7 @@ impl PushQueues {
     /// Returns the time at which the first waiting run times out.
     fn next_end(&self) -> Option<Instant> {
         let by_peer = self.by_peer.lock();
-        let first = |queue: &PushQueue| Some(queue.runs.front()?.until);
+        let first = |queue: &PushQueue| Some(queue.runs.front()?.deadline);
         by_peer.values().filter_map(first).min()
     }
 
@@ -207,7 +211,7 @@ impl<L: Link> Pusher<L> {
             let came = self.waiting.came.notified();
             let came = async {
                 match self.waiting.next_end() {
-                    Some(end) => _ = until(end, came).await,
+                    Some(end) => _ = timeout_at(end, came).await,
                     None => came.await,
                 }
             };
@@ -223,7 +227,7 @@ impl<L: Link> Pusher<L> {
         let mut pushed = 0;
         let mut pause = PAUSE.0;
         // A request after a clear uses other keys.
-        while now() < waiting.until
+        while now() < waiting.deadline
             && self.sessions.clears().1 == waiting.clears
             && let Some((push, len)) = batch(&waiting.run, pushed)
         {
@@ -246,7 +250,7 @@ impl<L: Link> Pusher<L> {
                 if !is_wanted || self.sessions.host.states(next)[..] == [HostChunk::Absent] {
                     break;
                 }
-                let rest = waiting.until.saturating_duration_since(now());
+                let rest = waiting.deadline.saturating_duration_since(now());
                 tokio::time::sleep(pause.min(rest)).await;
                 pause = (2 * pause).min(PAUSE.1);
             }

@@ -23,12 +23,12 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::digest::chunk_digest;
 use crate::directory::DirectoryClient;
 use crate::leases::LEASE_BYTES;
-use crate::link::{Link, until};
+use crate::link::{Link, timeout_at};
 use crate::message::{
     ChunkLease, ChunkState, KeyBatch, LATE_DIGEST, Lease, Leased, Located as LocatedMessage,
     Refusal, Release, Released, Renew, Reply, Request, Stamped,
 };
-use crate::peers::Peer;
+use crate::peers::ConnectedPeer;
 use crate::session::{AskError, HOLD_MARGIN, Sessions};
 use crate::summing::sum;
 
@@ -133,7 +133,7 @@ impl<L: Link> Reader<L> {
         loop {
             let answer = match asked {
                 0 => None,
-                _ => until(wait_until, answers.next()).await.flatten(),
+                _ => timeout_at(wait_until, answers.next()).await.flatten(),
             };
             let Some((peer, answer)) = answer else {
                 if !std::mem::take(&mut asks_others) {
@@ -192,7 +192,7 @@ impl<L: Link> Reader<L> {
             same.then_some((peer, answer.message))
         });
         let mut answered: Vec<(PeerId, LocatedMessage)> = in_step.collect();
-        self.rank(keys, &hinted, &mut answered);
+        self.sort_peers(keys, &hinted, &mut answered);
         let peers = self.sessions.peers.lock();
         let is_expected = hint.wait.is_some() && peers.may_lend(&hint.sources, &refused, now());
         let is_late = now() >= deadline;
@@ -274,7 +274,7 @@ impl<L: Link> Reader<L> {
     /// Orders peers by their chunks. Hinted peers that have the first chunk come first, then peers with the
     /// longest prefix. Of equals, the first key selects two, and the less loaded of the two comes first, so
     /// that many readers of one prompt spread over the holders.
-    fn rank(
+    fn sort_peers(
         &self,
         keys: &[ChunkKey],
         hinted: &[PeerId],
@@ -491,7 +491,7 @@ impl<L: Link> Reader<L> {
                 return elsewhere(items, || Some(self.unavailable(peer, error)));
             }
         };
-        let mut lease = Leasing {
+        let mut lease = LeaseGuard {
             sessions: Arc::clone(&self.sessions),
             peer: peer.clone(),
             number: leased.lease,
@@ -658,7 +658,7 @@ impl<L: Link> Reader<L> {
     fn peers_at<'a>(&self, addresses: impl Iterator<Item = &'a str>) -> Vec<PeerId> {
         let peers = self.sessions.peers.lock();
         let at = |address: &str| {
-            let listens = |peer: &&Peer| {
+            let listens = |peer: &&ConnectedPeer| {
                 let hello = peer.hello.as_ref();
                 hello.is_some_and(|hello| hello.address == address)
             };
@@ -719,7 +719,8 @@ impl<L: Link> Reader<L> {
 
     fn unavailable(&self, peer: &PeerId, error: Option<&AskError>) -> BackendError {
         let known = || {
-            let failure = |peer: &mut Peer| Some(peer.last_failure.as_ref()?.reason.clone());
+            let failure =
+                |peer: &mut ConnectedPeer| Some(peer.last_failure.as_ref()?.reason.clone());
             self.sessions.with_peer(peer, failure).flatten()
         };
         let reason = error.map(AskError::to_string).or_else(known);
@@ -756,8 +757,8 @@ fn address_seed(address: &str) -> u64 {
     xxhash_rust::xxh3::xxh3_64(address.as_bytes())
 }
 
-/// A lease that this daemon has from a peer. Dropping it releases the lease.
-struct Leasing<L: Link> {
+/// A lease that this daemon has from a peer. Dropping the guard releases the lease.
+struct LeaseGuard<L: Link> {
     sessions: Arc<Sessions<L>>,
     peer: PeerId,
     /// 0 once the lease is released, or if nothing was granted.
@@ -767,7 +768,7 @@ struct Leasing<L: Link> {
     sent: Instant,
 }
 
-impl<L: Link> Leasing<L> {
+impl<L: Link> LeaseGuard<L> {
     /// Returns the time until which the lease can be relied on.
     fn trusted_until(&self) -> Instant {
         self.sent + self.duration.mul_f64(TRUSTED)
@@ -780,10 +781,10 @@ impl<L: Link> Leasing<L> {
         tokio::pin!(read);
         let mut renew_at = self.sent + self.duration / 3;
         loop {
-            match until(renew_at, &mut read).await {
+            match timeout_at(renew_at, &mut read).await {
                 Some(read) => return Some(read),
                 None if now() >= self.trusted_until() => {
-                    return until(self.sent + self.duration + READ_MARGIN, read).await;
+                    return timeout_at(self.sent + self.duration + READ_MARGIN, read).await;
                 }
                 None => {}
             }
@@ -821,7 +822,7 @@ impl<L: Link> Leasing<L> {
     }
 }
 
-impl<L: Link> Drop for Leasing<L> {
+impl<L: Link> Drop for LeaseGuard<L> {
     fn drop(&mut self) {
         let Ok(runtime) = tokio::runtime::Handle::try_current() else {
             return;

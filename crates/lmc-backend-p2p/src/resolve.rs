@@ -9,7 +9,7 @@ use futures_util::future::join_all;
 use lmc_backend::now;
 use tokio::task::JoinHandle;
 
-use crate::link::until;
+use crate::link::timeout_at;
 use crate::peers::Failure;
 
 /// Time between two resolutions of a name.
@@ -62,7 +62,7 @@ impl Names {
             let ended = name.lookup.as_ref().is_some_and(JoinHandle::is_finished);
             let waited_for = ended || begun.contains(text);
             waited_for.then_some(async move {
-                let found = until(wait_until, name.lookup.as_mut()?).await?;
+                let found = timeout_at(wait_until, name.lookup.as_mut()?).await?;
                 name.lookup = None;
                 let found = found.unwrap_or_else(|error| Err(io::Error::other(error)));
                 let pause = match found {

@@ -15,7 +15,7 @@ use crate::link::{Link, Session};
 use crate::message::{
     Describe, FEATURE_LATE_DIGESTS, Hello, MessageError, Refusal, Reply, Request, Stamped,
 };
-use crate::peers::{Failure, Peer, Peers};
+use crate::peers::{ConnectedPeer, Failure, Peers};
 use crate::spaces::{OwnSpaces, cut};
 use crate::unfit::Unfit;
 
@@ -79,8 +79,8 @@ type KnownClears = (Arc<Clears>, ClearsId);
 /// The sessions of this daemon with its peers.
 ///
 /// Lock order: `peers` is locked after the locks of [`LentChunks`](crate::owner::LentChunks), and
-/// before the dials of [`DirectoryClient`](crate::directory::DirectoryClient). No other lock of this
-/// crate is taken under `peers`.
+/// before the dialed members of [`DirectoryClient`](crate::directory::DirectoryClient). No other lock of
+/// this crate is taken under `peers`.
 pub(crate) struct Sessions<L> {
     pub(crate) link: L,
     pub(crate) host: Arc<dyn Host>,
@@ -238,7 +238,11 @@ impl<L: Link> Sessions<L> {
 
     /// Calls a function with the peer of a session, under the lock of the peers. Returns `None` if the
     /// session has ended.
-    pub(crate) fn with<T>(&self, session: &Session, act: impl FnOnce(&mut Peer) -> T) -> Option<T> {
+    pub(crate) fn with<T>(
+        &self,
+        session: &Session,
+        act: impl FnOnce(&mut ConnectedPeer) -> T,
+    ) -> Option<T> {
         self.peers.lock().of_session(session).map(act)
     }
 
@@ -247,7 +251,7 @@ impl<L: Link> Sessions<L> {
     pub(crate) fn with_peer<T>(
         &self,
         peer: &PeerId,
-        act: impl FnOnce(&mut Peer) -> T,
+        act: impl FnOnce(&mut ConnectedPeer) -> T,
     ) -> Option<T> {
         self.peers.lock().get_mut(peer).map(act)
     }
@@ -298,7 +302,7 @@ impl<L: Link> Sessions<L> {
     /// Sends a small request in the background to a peer whose pause has just begun: its answer ends the
     /// pause, or shortens the pause if it is late too.
     pub(crate) fn probe(self: &Arc<Self>, peer: &PeerId) {
-        let begun = |peer: &mut Peer| peer.begin_probe().then_some(peer.holds.digest);
+        let begun = |peer: &mut ConnectedPeer| peer.begin_probe().then_some(peer.holds.digest);
         let Some(digest) = self.with_peer(peer, begun).flatten() else {
             return;
         };

@@ -9,7 +9,7 @@ use crate::directory::{DirectoryClient, DirectoryUse};
 use crate::link::Link;
 use crate::message::SpaceNote;
 use crate::owner::Owner;
-use crate::peers::{Failure, GonePeer, Peer};
+use crate::peers::{ConnectedPeer, Failure, GonePeer};
 use crate::session::Sessions;
 use crate::spaces::{Mismatch, hex, mismatches};
 
@@ -184,7 +184,7 @@ impl NodeStatus {
         let (leases, leased_bytes) = owner.leased();
         let (leased, uses) = (owner.leased_by_session(), directories.uses());
         let peers = sessions.peers.lock();
-        let status = |peer: &Peer| {
+        let status = |peer: &ConnectedPeer| {
             let (id, hello) = (&peer.session.peer, peer.hello.as_ref());
             let (oldest, newest) = config.versions;
             let (leases, leased_bytes) = leased.get(&peer.session).copied().unwrap_or_default();

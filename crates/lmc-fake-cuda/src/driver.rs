@@ -12,7 +12,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::ipc::{self, Handle};
 use crate::memory::{self, Memory, Range};
-use crate::shared::{Control, DEVICES, EventState, Kind, Record, Shared};
+use crate::shared::{Control, DEVICES, EventState, Kind, Record, SharedMapping};
 use crate::stream::{Copy, End, Kernel, Stream, Work};
 use crate::{Code, code::Done};
 
@@ -28,7 +28,7 @@ const INTERPROCESS: u32 = 4;
 /// An object that is counted for as long as it exists.
 #[derive(Debug)]
 pub(crate) struct Count {
-    record: Arc<Shared<Record>>,
+    record: Arc<SharedMapping<Record>>,
     kind: Kind,
     bytes: u64,
 }
@@ -57,7 +57,7 @@ impl Drop for Count {
 /// An event, which lies in a file if it is for other processes too.
 #[derive(Debug)]
 pub(crate) struct Event {
-    pub(crate) state: Shared<EventState>,
+    pub(crate) state: SharedMapping<EventState>,
     /// The handle for other processes; `None` also for events of other processes.
     handle: Option<Handle>,
     file: Option<PathBuf>,
@@ -98,8 +98,8 @@ pub(crate) struct Driver {
     owner: ipc::Owner,
     /// Stays locked until the process ends.
     _lock: File,
-    pub(crate) control: Shared<Control>,
-    pub(crate) record: Arc<Shared<Record>>,
+    pub(crate) control: SharedMapping<Control>,
+    pub(crate) record: Arc<SharedMapping<Record>>,
     /// Devices whose context has had a fault, which lasts until the process ends.
     pub(crate) faulty: [AtomicBool; DEVICES],
     contexts: [Mutex<Option<Context>>; DEVICES],
@@ -118,14 +118,14 @@ impl Driver {
         let file = options.read(true).write(true).create_new(true);
         let file = file.open(&hidden)?;
         file.lock()?;
-        let record = Arc::new(Shared::of(&file)?);
+        let record = Arc::new(SharedMapping::of(&file)?);
         fs::rename(hidden, path)?;
         Ok(Arc::new(Self {
             folder: folder.to_owned(),
             devices: devices.min(DEVICES),
             owner,
             _lock: file,
-            control: Shared::open(&folder.join("control"))?,
+            control: SharedMapping::open(&folder.join("control"))?,
             record,
             faulty: Default::default(),
             contexts: Default::default(),
@@ -238,8 +238,8 @@ impl Driver {
         let handle = shared.then(|| Handle::new(ipc::Kind::Event, self.owner, device, 0));
         let file = handle.as_ref().map(|it| self.folder.join(it.file()));
         let state = match &file {
-            Some(file) => Shared::open(file),
-            None => Shared::private(),
+            Some(file) => SharedMapping::open(file),
+            None => SharedMapping::private(),
         };
         let event = Event {
             state: state.map_err(|_| Code::UNKNOWN)?,
@@ -288,7 +288,7 @@ impl Driver {
             return Err(Code::MAP_FAILED);
         }
         let event = Event {
-            state: Shared::open(&path).map_err(|_| Code::MAP_FAILED)?,
+            state: SharedMapping::open(&path).map_err(|_| Code::MAP_FAILED)?,
             handle: None,
             file: None,
         };

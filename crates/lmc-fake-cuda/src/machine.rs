@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::abi;
 use crate::ipc::is_locked;
-use crate::shared::{Control, DEVICES, Record, Shared};
+use crate::shared::{Control, DEVICES, Record, SharedMapping};
 use crate::{Code, DEVICES_VARIABLE, FOLDER_VARIABLE};
 
 /// A machine with fake devices, in a temporary folder that is removed on drop.
@@ -17,7 +17,7 @@ use crate::{Code, DEVICES_VARIABLE, FOLDER_VARIABLE};
 pub struct Machine {
     folder: PathBuf,
     devices: usize,
-    control: Shared<Control>,
+    control: SharedMapping<Control>,
     /// True for the value that made the folder.
     is_owner: bool,
 }
@@ -117,7 +117,7 @@ impl Machine {
         // Files that an earlier process with the same id has left.
         let _ = fs::remove_dir_all(&folder);
         fs::create_dir_all(folder.join("lib")).expect("a folder for a test can be made");
-        let control = Shared::open(&folder.join("control"));
+        let control = SharedMapping::open(&folder.join("control"));
         Self {
             control: control.expect("the folder can be written"),
             folder,
@@ -134,7 +134,7 @@ impl Machine {
     fn of_this_process() -> Option<Self> {
         let folder = PathBuf::from(std::env::var_os(FOLDER_VARIABLE)?);
         let devices = std::env::var(DEVICES_VARIABLE).ok()?.parse().ok()?;
-        let control = Shared::open(&folder.join("control"));
+        let control = SharedMapping::open(&folder.join("control"));
         Some(Self {
             control: control.expect("the parent has the machine"),
             folder,
@@ -238,13 +238,14 @@ impl Machine {
     /// If the fake has no such function.
     pub fn calls(&self, function: &str) -> u64 {
         let index = abi::index(function);
-        let calls = |(_, record): (_, Shared<Record>)| record.calls[index].load(Ordering::SeqCst);
+        let calls =
+            |(_, record): (_, SharedMapping<Record>)| record.calls[index].load(Ordering::SeqCst);
         self.records().map(calls).sum()
     }
 
     /// Returns the processes that have used this machine, including engines.
     pub fn processes(&self) -> Vec<Process> {
-        let process = |(path, record): (PathBuf, Shared<Record>)| Process {
+        let process = |(path, record): (PathBuf, SharedMapping<Record>)| Process {
             pid: pid(&path).unwrap_or_default(),
             is_alive: is_locked(&path),
             live: Live::of(&record),
@@ -259,11 +260,11 @@ impl Machine {
         found.map(|process| process.live).unwrap_or_default()
     }
 
-    fn records(&self) -> impl Iterator<Item = (PathBuf, Shared<Record>)> {
+    fn records(&self) -> impl Iterator<Item = (PathBuf, SharedMapping<Record>)> {
         let files = fs::read_dir(&self.folder).expect("the folder is there until the drop");
         let paths = files.flatten().map(|file| file.path());
         let records = paths.filter(|path| pid(path).is_some());
-        records.filter_map(|path| Some((path.clone(), Shared::open(&path).ok()?)))
+        records.filter_map(|path| Some((path.clone(), SharedMapping::open(&path).ok()?)))
     }
 }
 

@@ -39,12 +39,12 @@ unsafe impl Atomics for EventState {}
 
 /// A `T` in memory that is mapped.
 #[derive(Debug)]
-pub(crate) struct Shared<T> {
+pub(crate) struct SharedMapping<T> {
     map: MmapRaw,
     content: PhantomData<T>,
 }
 
-impl<T: Atomics> Shared<T> {
+impl<T: Atomics> SharedMapping<T> {
     /// Maps a file, which is made if it is missing.
     pub(crate) fn open(path: &Path) -> io::Result<Self> {
         let mut options = OpenOptions::new();
@@ -71,7 +71,7 @@ impl<T: Atomics> Shared<T> {
     }
 }
 
-impl<T: Atomics> Deref for Shared<T> {
+impl<T: Atomics> Deref for SharedMapping<T> {
     type Target = T;
 
     fn deref(&self) -> &T {

@@ -31,18 +31,18 @@ pub fn checksum(bytes: &[u8]) -> u64 {
 /// ```
 #[derive(Debug)]
 pub struct PartedChecksum {
-    state: State,
+    state: Xxh3State,
     /// Bytes added so far.
     len: u64,
 }
 
-enum State {
+enum Xxh3State {
     #[cfg(target_arch = "x86_64")]
     Avx2(x86::Avx2),
     Crate(Box<Xxh3Default>),
 }
 
-impl fmt::Debug for State {
+impl fmt::Debug for Xxh3State {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("XXH3")
     }
@@ -63,10 +63,10 @@ impl PartedChecksum {
     pub fn new() -> Self {
         #[cfg(target_arch = "x86_64")]
         if let Some(sum) = x86::Avx2::new() {
-            let state = State::Avx2(sum);
+            let state = Xxh3State::Avx2(sum);
             return Self { state, len: 0 };
         }
-        let state = State::Crate(Box::default());
+        let state = Xxh3State::Crate(Box::default());
         Self { state, len: 0 }
     }
 
@@ -78,8 +78,8 @@ impl PartedChecksum {
         assert!(part.len().is_multiple_of(Self::PART), "a part that ends");
         match &mut self.state {
             #[cfg(target_arch = "x86_64")]
-            State::Avx2(sum) => sum.add(part),
-            State::Crate(sum) => sum.update(part),
+            Xxh3State::Avx2(sum) => sum.add(part),
+            Xxh3State::Crate(sum) => sum.update(part),
         }
         self.len += part.len() as u64;
     }
@@ -99,8 +99,8 @@ impl PartedChecksum {
         match &mut self.state {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: the caller vouches for both.
-            State::Avx2(sum) => unsafe { sum.add_copy(from, to, len) },
-            State::Crate(sum) => {
+            Xxh3State::Avx2(sum) => unsafe { sum.add_copy(from, to, len) },
+            Xxh3State::Crate(sum) => {
                 // SAFETY: the caller vouches for both.
                 let copy = unsafe {
                     to.copy_from_nonoverlapping(from, len);
@@ -142,8 +142,8 @@ impl PartedChecksum {
         assert!(last.len() >= Self::PART, "a last part that is too short");
         match self.state {
             #[cfg(target_arch = "x86_64")]
-            State::Avx2(sum) => sum.end(last, self.len + last.len() as u64),
-            State::Crate(mut sum) => {
+            Xxh3State::Avx2(sum) => sum.end(last, self.len + last.len() as u64),
+            Xxh3State::Crate(mut sum) => {
                 sum.update(last);
                 sum.digest()
             }
@@ -450,7 +450,7 @@ mod tests {
                         continue;
                     }
                     let mut ways = vec![PartedChecksum::new()];
-                    let state = State::Crate(Box::default());
+                    let state = Xxh3State::Crate(Box::default());
                     ways.push(PartedChecksum { state, len: 0 });
                     for mut parts in ways {
                         parts.add(&bytes[..first]);

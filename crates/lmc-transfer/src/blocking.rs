@@ -45,7 +45,7 @@ thread_local! {
 /// (4 ms), while a parked thread is woken within microseconds.
 pub(crate) fn yield_briefly() -> bool {
     let begun = Instant::now();
-    if CROWDED_UNTIL.get().is_some_and(|until| begun < until) {
+    if CROWDED_UNTIL.get().is_some_and(|end| begun < end) {
         return false;
     }
     thread::yield_now();

@@ -16,7 +16,7 @@ pub(crate) struct ConnectOnce(Arc<Locks>);
 
 /// The right to connect to a peer, until dropped.
 #[derive(Debug)]
-pub(crate) struct Turn {
+pub(crate) struct ConnectPermit {
     // Dropped first: it holds a clone of the lock, which the entry counts.
     _guard: OwnedMutexGuard<()>,
     _entry: Entry,
@@ -31,7 +31,7 @@ struct Entry {
 
 impl ConnectOnce {
     /// Waits until no other call connects to the peer.
-    pub(crate) async fn turn(&self, peer: &PeerId) -> Turn {
+    pub(crate) async fn acquire(&self, peer: &PeerId) -> ConnectPermit {
         let lock = Arc::clone(self.0.lock().entry(peer.clone()).or_default());
         let entry = Entry {
             locks: Arc::clone(&self.0),
@@ -39,7 +39,7 @@ impl ConnectOnce {
             lock,
         };
         let guard = Arc::clone(&entry.lock).lock_owned().await;
-        Turn {
+        ConnectPermit {
             _guard: guard,
             _entry: entry,
         }
@@ -70,14 +70,14 @@ mod tests {
     use crate::block_on;
 
     #[test]
-    fn turns_of_one_peer_follow_each_other_and_leave_nothing() {
+    fn permits_of_one_peer_follow_each_other_and_leave_nothing() {
         let once = ConnectOnce::default();
         let (a, b): (PeerId, PeerId) = ("a".parse().expect("id"), "b".parse().expect("id"));
-        let first = block_on(once.turn(&a));
-        drop(block_on(once.turn(&b)));
+        let first = block_on(once.acquire(&a));
+        drop(block_on(once.acquire(&b)));
         assert_eq!(once.len(), 1);
         {
-            let mut second = pin!(once.turn(&a));
+            let mut second = pin!(once.acquire(&a));
             let mut context = Context::from_waker(Waker::noop());
             assert!(second.as_mut().poll(&mut context).is_pending());
             drop(first);

@@ -141,7 +141,7 @@ impl<C: TransferChannel + 'static> Flaky<C> {
         }
     }
 
-    fn run<'a, O: Op>(&'a self, op: O, deadline: Instant) -> BoxFuture<'a, O::Outcome> {
+    fn run<'a, O: FlakyOperation>(&'a self, op: O, deadline: Instant) -> BoxFuture<'a, O::Output> {
         let fault = match op.is_empty() {
             true => Fault::None,
             false => self.fault(op.peer()),
@@ -163,8 +163,8 @@ impl<C: TransferChannel + 'static> Flaky<C> {
 }
 
 /// An operation that [`Flaky`] can disturb.
-trait Op: Send + Sized + 'static {
-    type Outcome: Send + 'static;
+trait FlakyOperation: Send + Sized + 'static {
+    type Output: Send + 'static;
 
     fn peer(&self) -> &PeerId;
     fn is_empty(&self) -> bool;
@@ -173,18 +173,18 @@ trait Op: Send + Sized + 'static {
         self,
         inner: &C,
         deadline: Instant,
-    ) -> impl Future<Output = Self::Outcome> + Send;
+    ) -> impl Future<Output = Self::Output> + Send;
     /// Runs the call with some of its objects only.
     fn run_partly<C: TransferChannel>(
         self,
         inner: &C,
         deadline: Instant,
         dice: u64,
-    ) -> impl Future<Output = Self::Outcome> + Send;
+    ) -> impl Future<Output = Self::Output> + Send;
     /// Returns the outcome of an operation that never began.
-    fn lost(self) -> Self::Outcome;
+    fn lost(self) -> Self::Output;
     /// Returns the outcome of an operation that is reported as failed and still carried out.
-    fn unsettled(&self) -> Self::Outcome;
+    fn unsettled(&self) -> Self::Output;
 }
 
 /// Unparks a thread when it is woken.
@@ -201,9 +201,9 @@ fn thread_waker() -> Waker {
     Waker::from(Arc::new(Unpark(thread::current())))
 }
 
-/// Waits until the caller has dropped the call (returns `true`) or until an instant (returns
+/// Waits until the caller has dropped the call (returns `true`) or the deadline has passed (returns
 /// `false`).
-fn dropped<T>(reply: &mut oneshot::Sender<T>, until: Instant) -> bool {
+fn dropped<T>(reply: &mut oneshot::Sender<T>, deadline: Instant) -> bool {
     let waker = thread_waker();
     loop {
         if reply
@@ -212,7 +212,7 @@ fn dropped<T>(reply: &mut oneshot::Sender<T>, until: Instant) -> bool {
         {
             return true;
         }
-        let Some(left) = until.checked_duration_since(Instant::now()) else {
+        let Some(left) = deadline.checked_duration_since(Instant::now()) else {
             return false;
         };
         thread::park_timeout(left);
@@ -250,13 +250,13 @@ fn answer<T>(outcome: Option<(oneshot::Sender<T>, T)>) {
     }
 }
 
-fn inject<C: TransferChannel, O: Op>(
+fn inject<C: TransferChannel, O: FlakyOperation>(
     fault: Fault,
     death: Option<&Death>,
     inner: &C,
     op: O,
     deadline: Instant,
-    mut reply: oneshot::Sender<O::Outcome>,
+    mut reply: oneshot::Sender<O::Output>,
 ) {
     match fault {
         Fault::None => answer(run_wanted(reply, op.run(inner, deadline), || {})),
@@ -319,8 +319,8 @@ struct Out {
     how: How,
 }
 
-impl Op for Out {
-    type Outcome = Sent;
+impl FlakyOperation for Out {
+    type Output = Sent;
 
     fn peer(&self) -> &PeerId {
         &self.peer
@@ -378,8 +378,8 @@ struct In {
     how: How,
 }
 
-impl Op for In {
-    type Outcome = Filled;
+impl FlakyOperation for In {
+    type Output = Filled;
 
     fn peer(&self) -> &PeerId {
         &self.peer

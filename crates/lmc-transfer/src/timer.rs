@@ -14,18 +14,18 @@ use parking_lot::{Condvar, Mutex};
 /// A thread that wakes futures at their deadlines.
 #[derive(Debug)]
 pub(crate) struct Timer {
-    queue: Arc<Queue>,
+    queue: Arc<AlarmQueue>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
-    state: Mutex<State>,
+struct AlarmQueue {
+    state: Mutex<PendingAlarms>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct PendingAlarms {
     waiting: BTreeMap<(Instant, u64), Waker>,
     next: u64,
     /// Instant at which the thread wakes next.
@@ -35,7 +35,7 @@ struct State {
 
 impl Timer {
     pub(crate) fn start() -> io::Result<Self> {
-        let queue = Arc::new(Queue::default());
+        let queue = Arc::new(AlarmQueue::default());
         let thread = {
             let queue = Arc::clone(&queue);
             let builder = thread::Builder::new().name("lmc-timer".into());
@@ -79,7 +79,7 @@ impl Drop for Timer {
     }
 }
 
-impl Queue {
+impl AlarmQueue {
     fn run(&self) {
         let mut state = self.state.lock();
         while !state.stopped {
@@ -107,7 +107,7 @@ impl Queue {
 /// A future that is ready at its deadline.
 #[derive(Debug)]
 pub(crate) struct Alarm {
-    queue: Arc<Queue>,
+    queue: Arc<AlarmQueue>,
     deadline: Instant,
     key: Option<u64>,
 }

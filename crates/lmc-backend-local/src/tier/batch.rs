@@ -3,7 +3,7 @@
 use lmc_key::ChunkKey;
 
 /// Keys with their folded hashes, in an order that visits each shard once.
-pub(super) struct Batch {
+pub(super) struct KeysByShard {
     pub(super) folds: Vec<u64>,
     /// Positions in the batch: shard by shard, and within a shard from the prefix's tail to its head.
     order: Vec<u32>,
@@ -11,7 +11,7 @@ pub(super) struct Batch {
     ends: Vec<u32>,
 }
 
-impl Batch {
+impl KeysByShard {
     pub(super) fn new(
         keys: impl ExactSizeIterator<Item = ChunkKey>,
         shard_of: impl Fn(u64) -> usize,

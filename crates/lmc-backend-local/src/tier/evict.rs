@@ -9,7 +9,7 @@ use thiserror::Error;
 use super::{Inner, LocalTier};
 use crate::Removal;
 use crate::class::{Class, Tenant};
-use crate::shard::Step;
+use crate::shard::EvictionStep;
 
 /// Most chunks that one reservation may evict. Chunks of one size need one eviction; the limit is for a large
 /// chunk among many small ones.
@@ -252,7 +252,7 @@ impl Inner {
                 Some(_) => shard.evict(id),
                 None => shard.evict_parent(id),
             };
-            if let Step::Evicted(taken) = &step {
+            if let EvictionStep::Evicted(taken) = &step {
                 self.account(taken, cause);
                 self.counters
                     .evicted_parents
@@ -260,7 +260,7 @@ impl Inner {
             }
             shard.publish();
             drop(shard);
-            if let Step::Evicted(taken) = step {
+            if let EvictionStep::Evicted(taken) = step {
                 let bytes = taken.slot.len();
                 self.free_removed(taken);
                 return Some(bytes);

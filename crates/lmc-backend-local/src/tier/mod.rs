@@ -11,7 +11,7 @@ use crate::class::{Class, Tenants};
 use crate::owner::Owners;
 use crate::shard::{Shard, Taken};
 use crate::slab::EntryRef;
-use crate::stats::Counters;
+use crate::stats::LocalCounters;
 use crate::sync::Mutex;
 use crate::{
     LocalConfig, LocalConfigError, LocalSink, LocalStats, LocalUsage, OwnerId, PolicyKind, Removal,
@@ -34,7 +34,7 @@ pub use lease::{Lease, Leases};
 pub use read::{Clear, Cleared, ListedChunk};
 pub use write::{InFlight, Inserted, MarkId, Write, WriteGrant, WriteStart};
 
-use batch::Batch;
+use batch::KeysByShard;
 
 /// The DRAM tier. Clones refer to the same tier.
 ///
@@ -61,7 +61,7 @@ pub(crate) struct Inner {
     /// Current time, from which the ages of chunks are computed.
     seconds: AtomicU32,
     reservations: AtomicU64,
-    counters: Counters,
+    counters: LocalCounters,
     events: Option<Arc<dyn LocalSink>>,
     /// Used bytes of the pool at which watermark eviction starts, and at which it stops.
     watermarks: (u64, u64),
@@ -120,7 +120,7 @@ impl LocalTier {
             clock: AtomicU64::new(1),
             seconds: AtomicU32::new(0),
             reservations: AtomicU64::new(0),
-            counters: Counters::default(),
+            counters: LocalCounters::default(),
             events: config.events,
             watermarks: (part(config.high), part(config.low)),
             draining: AtomicBool::new(false),
@@ -280,8 +280,8 @@ impl Inner {
         }
     }
 
-    fn batch(&self, keys: impl ExactSizeIterator<Item = ChunkKey>) -> Batch {
-        Batch::new(keys, |fold| self.shard_of(fold), self.shards.len())
+    fn batch(&self, keys: impl ExactSizeIterator<Item = ChunkKey>) -> KeysByShard {
+        KeysByShard::new(keys, |fold| self.shard_of(fold), self.shards.len())
     }
 }
 

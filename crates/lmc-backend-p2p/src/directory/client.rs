@@ -16,9 +16,9 @@ use serde::Serialize;
 use super::buckets::Fingerprint;
 use super::lendable::{Lendable, Progress};
 use super::message::{Announce, Announced, Candidate, Find, Found};
-use crate::link::{Link, tcp_address, until};
+use crate::link::{Link, tcp_address, timeout_at};
 use crate::message::{Reply, Request};
-use crate::peers::{Peer, Peers};
+use crate::peers::{ConnectedPeer, Peers};
 use crate::session::{AskError, Sessions};
 
 /// Least time between two announcements to a directory; changes in between are sent together.
@@ -108,7 +108,7 @@ impl DirectoryUse {
 
 /// The configured peers that are connected.
 #[derive(Debug, Default)]
-struct Contacts {
+struct ConfiguredPeers {
     named: HashSet<PeerId>,
     /// Directories, in the order in which they are asked.
     directories: Vec<PeerId>,
@@ -116,11 +116,11 @@ struct Contacts {
 
 /// Members that are connected because a directory named them.
 #[derive(Debug, Default)]
-struct Dials {
+struct DialedMembers {
     under_way: HashSet<PeerId>,
     failed: HashMap<PeerId, Instant>,
     /// Time of the last request to each of these members.
-    dialed: HashMap<PeerId, Instant>,
+    asked_at: HashMap<PeerId, Instant>,
 }
 
 /// State of the announcements to one directory.
@@ -144,11 +144,11 @@ pub(crate) struct ToAsk {
 
 /// The directories that this daemon announces chunks to and asks.
 ///
-/// Lock order: `dials` after the peers of [`Sessions`]; each of its other locks is held alone.
+/// Lock order: `dialed` after the peers of [`Sessions`]; each of its other locks is held alone.
 pub(crate) struct DirectoryClient<L> {
     sessions: Arc<Sessions<L>>,
-    contacts: Mutex<Contacts>,
-    dials: Mutex<Dials>,
+    configured: Mutex<ConfiguredPeers>,
+    dialed: Mutex<DialedMembers>,
     pub(crate) changed: Arc<ChangedKeys>,
     /// Use of each connected directory.
     uses: Mutex<HashMap<PeerId, DirectoryUse>>,
@@ -168,8 +168,8 @@ impl<L: Link> DirectoryClient<L> {
         }
         Self {
             sessions,
-            contacts: Mutex::default(),
-            dials: Mutex::default(),
+            configured: Mutex::default(),
+            dialed: Mutex::default(),
             changed,
             uses: Mutex::default(),
             asked: AtomicU64::new(0),
@@ -201,7 +201,7 @@ impl<L: Link> DirectoryClient<L> {
         let mut uses = self.uses.lock();
         uses.retain(|directory, _| directories.contains(directory));
         drop(uses);
-        *self.contacts.lock() = Contacts { named, directories };
+        *self.configured.lock() = ConfiguredPeers { named, directories };
     }
 
     /// Announces to a directory the chunks that this daemon can lend.
@@ -263,7 +263,7 @@ impl<L: Link> DirectoryClient<L> {
                     self.note_answer(&peer, answer, &lendable, announcing.get_mut(&peer));
                 }
             }
-            let directories = self.contacts.lock().directories.clone();
+            let directories = self.configured.lock().directories.clone();
             announcing.retain(|peer, state| state.sending || directories.contains(peer));
             let now = now();
             for peer in directories {
@@ -386,7 +386,7 @@ impl<L: Link> DirectoryClient<L> {
                 unknown: left_out.first().map(not_asked),
             };
         }
-        let named = &self.contacts.lock().named.clone();
+        let named = &self.configured.lock().named.clone();
         let mut peers: Vec<PeerId> = all
             .into_iter()
             .filter(|peer| named.contains(peer))
@@ -418,14 +418,14 @@ impl<L: Link> DirectoryClient<L> {
 
     /// Returns the directory that is currently asked first.
     fn asked_directory(&self) -> Option<PeerId> {
-        let directories = self.contacts.lock().directories.clone();
+        let directories = self.configured.lock().directories.clone();
         let peers = self.sessions.peers.lock();
         directories.into_iter().find(|one| answers(&peers, one))
     }
 
     /// Asks the directories one after the other until one answers.
     async fn find(&self, keys: &[ChunkKey], deadline: Instant) -> Option<Found> {
-        let directories = self.contacts.lock().directories.clone();
+        let directories = self.configured.lock().directories.clone();
         let find = Find {
             keys: keys.iter().map(Fingerprint::of).collect(),
         };
@@ -465,11 +465,11 @@ impl<L: Link> DirectoryClient<L> {
         let parsed = candidates.into_iter();
         let parsed = parsed.filter_map(|one| Some((one.peer.parse::<PeerId>().ok()?, one.address)));
         let candidates: Vec<(PeerId, String)> = parsed.collect();
-        let can_be_asked = |peer: &mut Peer| peer.can_be_asked(now());
+        let can_be_asked = |peer: &mut ConnectedPeer| peer.can_be_asked(now());
         let able = |peer: &PeerId| self.sessions.with_peer(peer, can_be_asked) == Some(true);
         for (peer, address) in &candidates {
             match self.sessions.with_peer(peer, |_| ()) {
-                Some(()) => self.dials.lock().asked(peer),
+                Some(()) => self.dialed.lock().asked(peer),
                 None => self.dial(peer, address),
             }
         }
@@ -479,13 +479,13 @@ impl<L: Link> DirectoryClient<L> {
             tokio::pin!(hello);
             hello.as_mut().enable();
             let dialing = {
-                let dials = self.dials.lock();
+                let dialed = self.dialed.lock();
                 candidates
                     .iter()
-                    .any(|(peer, _)| dials.under_way.contains(peer))
+                    .any(|(peer, _)| dialed.under_way.contains(peer))
             };
             let any = candidates.iter().any(|(peer, _)| able(peer));
-            if any || !dialing || until(wait_until, hello).await.is_none() {
+            if any || !dialing || timeout_at(wait_until, hello).await.is_none() {
                 break;
             }
         }
@@ -500,7 +500,7 @@ impl<L: Link> DirectoryClient<L> {
     fn dial(self: &Arc<Self>, peer: &PeerId, address: &str) {
         let dial = {
             let peers = self.sessions.peers.lock();
-            self.dials.lock().begin(peer, &peers, now())
+            self.dialed.lock().begin(peer, &peers, now())
         };
         let Dial::Yes { instead_of: idle } = dial else {
             return;
@@ -524,9 +524,9 @@ impl<L: Link> DirectoryClient<L> {
                 if sessions.with_peer(&peer, |peer| peer.hello.is_some()) == Some(true) {
                     break;
                 }
-                connected = until(deadline, hello).await.is_some();
+                connected = timeout_at(deadline, hello).await.is_some();
             }
-            this.dials.lock().end(&peer, connected, now());
+            this.dialed.lock().end(&peer, connected, now());
             sessions.hello_came.notify_waiters();
         });
     }
@@ -544,15 +544,16 @@ enum Dial {
     Yes { instead_of: Option<PeerId> },
 }
 
-impl Dials {
+impl DialedMembers {
     fn asked(&mut self, peer: &PeerId) {
-        if let Some(asked) = self.dialed.get_mut(peer) {
+        if let Some(asked) = self.asked_at.get_mut(peer) {
             *asked = now();
         }
     }
 
     fn begin(&mut self, peer: &PeerId, connected: &Peers, now: Instant) -> Dial {
-        self.dialed.retain(|peer, _| connected.get(peer).is_some());
+        self.asked_at
+            .retain(|peer, _| connected.get(peer).is_some());
         self.failed.retain(|_, at| now < *at + DIAL_AGAIN);
         if self.failed.contains_key(peer) || self.under_way.contains(peer) {
             return Dial::No;
@@ -561,8 +562,8 @@ impl Dials {
             return Dial::No;
         }
         let mut instead_of = None;
-        if self.dialed.len() + self.under_way.len() >= MAX_DIALED {
-            let oldest = self.dialed.iter().min_by_key(|(_, asked)| **asked);
+        if self.asked_at.len() + self.under_way.len() >= MAX_DIALED {
+            let oldest = self.asked_at.iter().min_by_key(|(_, asked)| **asked);
             let idle = oldest.filter(|(_, asked)| now >= **asked + DIALED_IDLE);
             let Some((idle, _)) = idle else {
                 return Dial::No;
@@ -570,7 +571,7 @@ impl Dials {
             instead_of = Some(idle.clone());
         }
         if let Some(idle) = &instead_of {
-            self.dialed.remove(idle);
+            self.asked_at.remove(idle);
         }
         self.under_way.insert(peer.clone());
         Dial::Yes { instead_of }
@@ -579,7 +580,7 @@ impl Dials {
     fn end(&mut self, peer: &PeerId, connected: bool, now: Instant) {
         self.under_way.remove(peer);
         match connected {
-            true => self.dialed.insert(peer.clone(), now),
+            true => self.asked_at.insert(peer.clone(), now),
             false => self.failed.insert(peer.clone(), now),
         };
     }

@@ -47,11 +47,11 @@ macro_rules! counters {
         }
 
         #[derive(Debug, Default)]
-        struct Counters {
+        struct HostCounters {
             $($name: AtomicU64,)*
         }
 
-        impl Counters {
+        impl HostCounters {
             fn read(&self) -> DirectoryCounters {
                 DirectoryCounters {
                     $($name: self.$name.load(Ordering::Relaxed),)*
@@ -117,7 +117,7 @@ pub struct DirectoryHost {
     /// The clears that members have carried out, which are passed on to other members, and their digest.
     clears: Mutex<(Clears, ClearsId)>,
     meters: Mutex<HashMap<Session, Meter>>,
-    counters: Counters,
+    counters: HostCounters,
     started: Instant,
 }
 
@@ -138,7 +138,7 @@ impl DirectoryHost {
             limits,
             clears: Mutex::new((Clears::default(), ClearsId::NONE)),
             meters: Mutex::default(),
-            counters: Counters::default(),
+            counters: HostCounters::default(),
             started: now(),
         })
     }

@@ -22,7 +22,7 @@ use crate::directory::{DirectoryHost, TableLimits};
 use crate::link::{Link, Session};
 use crate::message::{Reply, Request};
 use crate::node::Node;
-use crate::peers::{Peer, Peers};
+use crate::peers::{ConnectedPeer, Peers};
 
 pub(super) type SimNode = Node<SimLink>;
 
@@ -389,7 +389,7 @@ impl Net {
             other != host && state.linked.contains(&pair)
         });
         let peers = node.sessions.peers.lock();
-        let current = |peer: &&Peer| {
+        let current = |peer: &&ConnectedPeer| {
             let session = &peer.session;
             state.hosts[number(&session.peer)].incarnation == session.incarnation
         };
@@ -646,7 +646,7 @@ impl Link for SimLink {
                 });
             }
             drop(sender);
-            let reply = crate::link::until(deadline, replies.recv()).await;
+            let reply = crate::link::timeout_at(deadline, replies.recv()).await;
             match reply {
                 Some(Some(reply)) => Ok(reply),
                 // Lost: nothing says so before the deadline.

@@ -50,7 +50,7 @@ pub enum PlanError {
 
 /// A run of bytes that is contiguous on both sides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Op {
+pub(super) struct CopyRun {
     /// Bytes from the start of the segment.
     pub(super) paged: u64,
     /// Bytes from the start of the chunk.
@@ -77,7 +77,7 @@ pub(super) struct Hole {
 pub struct CopyPlan {
     pub(super) paged: PagedKv,
     chunks: usize,
-    pub(super) ops: Vec<Op>,
+    pub(super) runs: Vec<CopyRun>,
     pub(super) holes: Vec<Hole>,
     bytes: u64,
     /// True if no byte of the paged cache is in two copies.
@@ -107,7 +107,7 @@ impl CopyPlan {
         let mut plan = Self {
             paged: paged.clone(),
             chunks: request.first_blocks.len(),
-            ops: Vec::new(),
+            runs: Vec::new(),
             holes: Vec::new(),
             bytes: 0,
             disjoint: false,
@@ -147,7 +147,7 @@ impl CopyPlan {
                     }),
                     Some(block) => {
                         self.bytes += len;
-                        self.add_op(Op {
+                        self.add_run(CopyRun {
                             // Checked by `PagedKv::new` for the last block: no overflow.
                             paged: base.offset + u64::from(block) * paged.block_stride(),
                             chunk_offset,
@@ -163,28 +163,31 @@ impl CopyPlan {
     }
 
     /// Adds a copy, or extends the last one if they are adjacent on both sides.
-    fn add_op(&mut self, mut op: Op) {
-        if let Some(last) = self.ops.last_mut()
-            && (last.segment, last.chunk) == (op.segment, op.chunk)
-            && last.paged + last.len == op.paged
-            && last.chunk_offset + last.len == op.chunk_offset
+    fn add_run(&mut self, mut run: CopyRun) {
+        if let Some(last) = self.runs.last_mut()
+            && (last.segment, last.chunk) == (run.segment, run.chunk)
+            && last.paged + last.len == run.paged
+            && last.chunk_offset + last.len == run.chunk_offset
         {
-            let more = op.len.min(MAX_RUN - last.len.min(MAX_RUN));
+            let more = run.len.min(MAX_RUN - last.len.min(MAX_RUN));
             last.len += more;
-            op.len -= more;
-            op.paged += more;
-            op.chunk_offset += more;
-            if op.len == 0 {
+            run.len -= more;
+            run.paged += more;
+            run.chunk_offset += more;
+            if run.len == 0 {
                 return;
             }
         }
-        while op.len > MAX_RUN {
-            self.ops.push(Op { len: MAX_RUN, ..op });
-            op.len -= MAX_RUN;
-            op.paged += MAX_RUN;
-            op.chunk_offset += MAX_RUN;
+        while run.len > MAX_RUN {
+            self.runs.push(CopyRun {
+                len: MAX_RUN,
+                ..run
+            });
+            run.len -= MAX_RUN;
+            run.paged += MAX_RUN;
+            run.chunk_offset += MAX_RUN;
         }
-        self.ops.push(op);
+        self.runs.push(run);
     }
 
     fn add_hole(&mut self, hole: Hole) {
@@ -216,7 +219,7 @@ impl CopyPlan {
     /// Returns the number of copies after merging: one for each run. A run longer than 1 MiB counts once for
     /// each MiB.
     pub fn copies(&self) -> usize {
-        self.ops.len()
+        self.runs.len()
     }
 }
 

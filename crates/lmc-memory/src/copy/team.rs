@@ -42,20 +42,20 @@ impl Loop {
 }
 
 #[derive(Default)]
-struct Shared {
-    queue: Mutex<Queue>,
+struct LoopQueue {
+    queue: Mutex<QueuedLoops>,
     arrived: Condvar,
 }
 
 #[derive(Default)]
-struct Queue {
+struct QueuedLoops {
     loops: VecDeque<Arc<Loop>>,
     closed: bool,
 }
 
 /// Threads named `{prefix}-{i}`, joined on drop.
 pub(super) struct Team {
-    shared: Arc<Shared>,
+    shared: Arc<LoopQueue>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -130,7 +130,7 @@ impl Drop for Team {
 
 /// Ends a loop for the calling thread, whether it returns or unwinds.
 struct Leave<'a> {
-    shared: &'a Shared,
+    shared: &'a LoopQueue,
     work: &'a Arc<Loop>,
 }
 
@@ -151,7 +151,7 @@ impl Drop for Leave<'_> {
 }
 
 /// Loop of each thread of the team: joins the oldest loop that has steps left.
-fn help(shared: &Shared) {
+fn help(shared: &LoopQueue) {
     let mut queue = shared.queue.lock();
     loop {
         let free = |work: &&Arc<Loop>| work.next.load(Ordering::Relaxed) < work.steps;

@@ -8,7 +8,7 @@ use thiserror::Error;
 
 use super::Direction;
 use super::paged::KvSegments;
-use super::plan::{CopyPlan, Op};
+use super::plan::{CopyPlan, CopyRun};
 use super::stream::Store;
 use super::team::Team;
 use crate::SegmentError;
@@ -208,14 +208,14 @@ impl CopyPool {
                 stopped.store(true, Ordering::Relaxed);
                 return;
             }
-            let share = &plan.ops[i * step..plan.ops.len().min((i + 1) * step)];
-            for (i, op) in share.iter().enumerate() {
+            let share = &plan.runs[i * step..plan.runs.len().min((i + 1) * step)];
+            for (i, run) in share.iter().enumerate() {
                 let next = share.get(i + 1);
-                carry_out(op, next, direction, store, addresses);
+                carry_out(run, next, direction, store, addresses);
             }
             store.finish();
         };
-        let shares = plan.ops.len().div_ceil(step);
+        let shares = plan.runs.len().div_ceil(step);
         // A gather writes chunks; its copies are always disjoint there.
         if direction == Direction::Gather || plan.disjoint {
             self.team.run(shares, &copy_share);
@@ -246,10 +246,10 @@ fn on_device(
     let Some(gpu) = segments.first().map(|memory| memory.gpu()) else {
         return Ok(());
     };
-    let runs = plan.ops.iter().map(|op| {
-        let device = segments[op.segment as usize].base() + op.paged;
-        let host = chunks[op.chunk as usize].wrapping_add(op.chunk_offset as usize);
-        (device, host, op.len)
+    let runs = plan.runs.iter().map(|run| {
+        let device = segments[run.segment as usize].base() + run.paged;
+        let host = chunks[run.chunk as usize].wrapping_add(run.chunk_offset as usize);
+        (device, host, run.len)
     });
     match gpu.copy(direction, runs, proceed)? {
         true => Ok(()),
@@ -258,24 +258,24 @@ fn on_device(
 }
 
 fn carry_out(
-    op: &Op,
-    next: Option<&Op>,
+    run: &CopyRun,
+    next: Option<&CopyRun>,
     direction: Direction,
     store: Store,
     addresses: &Addresses,
 ) {
-    let source = |op: &Op| match direction {
+    let source = |run: &CopyRun| match direction {
         Direction::Gather => {
-            addresses.segments[op.segment as usize].wrapping_add(op.paged as usize)
+            addresses.segments[run.segment as usize].wrapping_add(run.paged as usize)
         }
         Direction::Scatter => {
-            addresses.chunks[op.chunk as usize].wrapping_add(op.chunk_offset as usize)
+            addresses.chunks[run.chunk as usize].wrapping_add(run.chunk_offset as usize)
         }
     };
-    let from = source(op);
+    let from = source(run);
     // Used for prefetching only.
     let ahead = match next {
-        Some(next) if op.len <= AHEAD => source(next),
+        Some(next) if run.len <= AHEAD => source(next),
         _ => from,
     };
     // SAFETY: the plan was checked against these segments when it was made, and `check` has
@@ -290,16 +290,18 @@ fn carry_out(
     // and nothing else. The caller calls `Store::finish`.
     unsafe {
         let to = match direction {
-            Direction::Gather => addresses.chunks[op.chunk as usize].add(op.chunk_offset as usize),
-            Direction::Scatter => addresses.segments[op.segment as usize].add(op.paged as usize),
+            Direction::Gather => {
+                addresses.chunks[run.chunk as usize].add(run.chunk_offset as usize)
+            }
+            Direction::Scatter => addresses.segments[run.segment as usize].add(run.paged as usize),
         };
-        store.copy(from, to, op.len as usize, ahead);
+        store.copy(from, to, run.len as usize, ahead);
     }
 }
 
 /// Returns about how many copies make up one share; the copies of a plan have similar sizes.
 fn ops_of_a_share(plan: &CopyPlan) -> usize {
-    let average = (plan.bytes() / plan.ops.len().max(1) as u64).max(1);
+    let average = (plan.bytes() / plan.runs.len().max(1) as u64).max(1);
     (SHARE / average).max(1) as usize
 }
 

@@ -105,11 +105,11 @@ struct Inner {
     counts: PerSlot<AtomicU32>,
     /// Checksums of slots; 0 stands for an unknown one, which is then computed again.
     sums: PerSlot<AtomicU64>,
-    state: Mutex<State>,
+    state: Mutex<PoolState>,
 }
 
 #[derive(Debug)]
-struct State {
+struct PoolState {
     fit: SegregatedFit,
     slots: u64,
     quarantined_units: u64,
@@ -138,7 +138,7 @@ impl Pool {
         if units == 0 || units == u32::MAX {
             return Err(PoolError::Size { bytes, align });
         }
-        let state = State {
+        let state = PoolState {
             fit: SegregatedFit::new(units),
             slots: 0,
             quarantined_units: 0,

@@ -134,7 +134,7 @@ struct Plan {
     /// The calling side; of a paired operation, the sender.
     from: usize,
     to: usize,
-    parts: Vec<Part>,
+    parts: Vec<TargetRange>,
     /// Stamp of the bytes that are written or sent, and the tag.
     stamp: u64,
     deadline: Duration,
@@ -153,7 +153,7 @@ enum Kind {
 }
 
 /// An object in a target.
-struct Part {
+struct TargetRange {
     target: usize,
     /// Units from the start of the target.
     unit: u64,
@@ -329,7 +329,7 @@ impl<'a, R: Rig> Run<'a, R> {
                 0 => left,
                 _ => 1 + self.rng.below(left),
             };
-            parts.push(Part { target, unit, len });
+            parts.push(TargetRange { target, unit, len });
         }
         if matches!(kind, Kind::Paired(_)) && parts.is_empty() {
             // Nothing is sent, so slots would wait in vain.
@@ -545,7 +545,7 @@ fn carry_out<C: TransferChannel>(players: &[Player<C>], plan: &Plan) -> Came {
     let (from, to) = (&players[plan.from], &players[plan.to]);
     let deadline = Instant::now() + plan.deadline;
     let lens: Vec<_> = plan.parts.iter().map(|part| part.len).collect();
-    let at = |part: &Part| {
+    let at = |part: &TargetRange| {
         let offset = to.targets[part.target].slot.offset();
         to.side.at(offset / UNIT + part.unit)
     };

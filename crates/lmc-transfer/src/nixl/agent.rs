@@ -17,7 +17,7 @@ use nixl_sys::{
     RegistrationHandle, ThreadSync, XferDescList, XferOp, XferRequest, XferStatus,
 };
 
-use super::plan::Part;
+use super::plan::TransferPart;
 
 /// Time that UCX's progress thread sleeps at most, in µs. Events wake it; with less than 1 it
 /// would never sleep.
@@ -226,7 +226,7 @@ impl Registered {
     pub(super) fn post(
         &self,
         remote: &Remote,
-        parts: &[Part],
+        parts: &[TransferPart],
     ) -> Result<(Request, Progress), PostError> {
         let not_begun = |error: NixlError| PostError::NotBegun(error.to_string());
         let base = self.arena.base_ptr().as_ptr() as usize;

@@ -32,12 +32,12 @@ pub(crate) struct Blocks {
     arena: Arc<Arena>,
     /// Blocks that one peer may have, the resting ones among them.
     share: usize,
-    state: Mutex<State>,
+    state: Mutex<BlockTable>,
     freed: Notify,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct BlockTable {
     /// Offsets of blocks that nothing uses.
     free: Vec<u64>,
     /// Blocks that a peer may still write to, with the time since when.
@@ -46,7 +46,7 @@ struct State {
     used: HashMap<PeerId, usize>,
 }
 
-impl State {
+impl BlockTable {
     fn give_back(&mut self, peer: &PeerId, offset: u64) {
         self.free.push(offset);
         if let Some(used) = self.used.get_mut(peer) {
@@ -81,9 +81,9 @@ impl Blocks {
         Ok(Arc::new(Self {
             arena,
             share: (free.len() / 2).max(1),
-            state: Mutex::new(State {
+            state: Mutex::new(BlockTable {
                 free,
-                ..State::default()
+                ..BlockTable::default()
             }),
             freed: Notify::new(),
         }))

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use super::agent::{Registered, Remote};
 use super::initiators::{AgentEvent, Initiators, spawn};
-use super::transfers::{Step, Transfer, WriteError};
+use super::transfers::{BatchProgress, Transfer, WriteError};
 use crate::blocking::yield_briefly;
 
 /// Commands that are taken before transfers are polled again.
@@ -24,7 +24,7 @@ const NAP_AFTER: Duration = Duration::from_millis(20);
 const NAP: Duration = Duration::from_micros(50);
 const LONG_NAP: Duration = Duration::from_millis(1);
 /// Time between polls of abandoned requests.
-const STRAGGLERS: Duration = Duration::from_millis(2);
+const ABANDONED: Duration = Duration::from_millis(2);
 /// Time between polls when there is nothing to do.
 const IDLE: Duration = Duration::from_millis(100);
 
@@ -139,8 +139,8 @@ impl Engine {
             NAP
         } else if polls {
             LONG_NAP
-        } else if self.initiators.has_stragglers() || self.ends {
-            STRAGGLERS
+        } else if self.initiators.has_abandoned() || self.ends {
+            ABANDONED
         } else {
             IDLE
         };
@@ -218,17 +218,17 @@ impl Engine {
         let mut at = 0;
         while let Some(transfer) = self.transfers.get_mut(at) {
             match transfer.step(&mut self.initiators, now) {
-                Step::Same => at += 1,
-                Step::Moved => {
+                BatchProgress::Same => at += 1,
+                BatchProgress::Moved => {
                     moved = true;
                     at += 1;
                 }
-                Step::Done => {
+                BatchProgress::Done => {
                     moved = true;
                     let transfer = self.transfers.remove(at);
                     transfer.end(&mut self.initiators, None, false);
                 }
-                Step::Ended { error, broken } => {
+                BatchProgress::Ended { error, broken } => {
                     moved = true;
                     let transfer = self.transfers.remove(at);
                     let agent = transfer.remote.agent.clone();

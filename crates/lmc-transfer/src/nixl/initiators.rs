@@ -2,8 +2,8 @@
 //! under way.
 //!
 //! An abandoned request goes on, and a failed one may: only its success, or the end of its agent,
-//! proves that it moves nothing more. It is a [`Straggler`] until then, and no new request to its
-//! peer begins, so that a stuck peer has few stragglers.
+//! proves that it moves nothing more. Until then an [`AbandonedTransfer`] keeps it, and no new
+//! request to its peer begins, so that a stuck peer has few abandoned transfers.
 //!
 //! When a request fails, or does not end although its peer is gone, its agent is *retired* and
 //! another is made. A retired agent is destroyed once no active transfer and no abandoned request
@@ -17,7 +17,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::agent::{PostError, Progress, Registered, Remote, Request, Role, Setup};
-use super::plan::{Part, Sources};
+use super::plan::{Sources, TransferPart};
 
 /// Time for a request whose peer is gone to end by itself.
 const GRACE: Duration = Duration::from_secs(1);
@@ -28,7 +28,7 @@ const RETRY: Duration = Duration::from_secs(1);
 const WORN: Duration = Duration::from_secs(60);
 
 /// A transfer that was abandoned and may still be under way.
-struct Straggler {
+struct AbandonedTransfer {
     requests: Vec<Request>,
     /// Memory that the requests may still read.
     sources: Sources,
@@ -41,7 +41,7 @@ struct Straggler {
     unproven: bool,
 }
 
-impl Straggler {
+impl AbandonedTransfer {
     /// Returns whether the transfer may yet end by itself: its peer lives, as far as is known.
     fn may_end(&self) -> bool {
         self.gone.is_none() && !self.unproven
@@ -55,7 +55,7 @@ struct Initiator {
     loaded: HashMap<String, Vec<u8>>,
     /// Agents of peers that this agent forgets as soon as nothing uses them.
     unwanted: HashSet<String>,
-    stragglers: Vec<Straggler>,
+    abandoned: Vec<AbandonedTransfer>,
     /// Set for good when a peer's agent was refused and stays half known: this agent is used until
     /// there is another.
     worn: bool,
@@ -118,7 +118,7 @@ impl Initiators {
             registered,
             loaded: HashMap::new(),
             unwanted: HashSet::new(),
-            stragglers: Vec::new(),
+            abandoned: Vec::new(),
             worn: false,
             retired: false,
         });
@@ -142,7 +142,7 @@ impl Initiators {
         &mut self,
         generation: u64,
         remote: &Remote,
-        parts: &[Part],
+        parts: &[TransferPart],
     ) -> Result<(Request, Progress), PostError> {
         let Some(initiator) = self.get(generation) else {
             return Err(PostError::NotBegun("its agent is gone".to_owned()));
@@ -171,7 +171,7 @@ impl Initiators {
             // An agent ends only after its transfers, so no request is under way.
             return;
         };
-        initiator.stragglers.push(Straggler {
+        initiator.abandoned.push(AbandonedTransfer {
             requests,
             sources,
             connection,
@@ -191,9 +191,9 @@ impl Initiators {
             if let Some(agent) = agent.filter(|agent| initiator.loaded.contains_key(*agent)) {
                 initiator.unwanted.insert(agent.to_owned());
             }
-            for straggler in &mut initiator.stragglers {
-                if straggler.connection == connection {
-                    straggler.gone.get_or_insert_with(Instant::now);
+            for transfer in &mut initiator.abandoned {
+                if transfer.connection == connection {
+                    transfer.gone.get_or_insert_with(Instant::now);
                 }
             }
         }
@@ -206,16 +206,16 @@ impl Initiators {
         }
     }
 
-    /// Polls stragglers, retires and ends agents, and makes a new one if needed. `busy` has the
-    /// generations that transfers use.
+    /// Polls abandoned transfers, retires and ends agents, and makes a new one if needed. `busy` has
+    /// the generations that transfers use.
     pub(super) fn tend(&mut self, busy: &HashSet<u64>, now: Instant) {
         for initiator in &mut self.all {
-            initiator.poll_stragglers();
-            let late = |straggler: &Straggler| {
-                let gone = straggler.gone.is_some_and(|since| now >= since + GRACE);
-                straggler.unproven || gone
+            initiator.poll_abandoned();
+            let late = |transfer: &AbandonedTransfer| {
+                let gone = transfer.gone.is_some_and(|since| now >= since + GRACE);
+                transfer.unproven || gone
             };
-            if initiator.stragglers.iter().any(late) {
+            if initiator.abandoned.iter().any(late) {
                 initiator.retire();
             }
             initiator.forget_unwanted(busy.contains(&initiator.generation));
@@ -223,11 +223,11 @@ impl Initiators {
         let closed = self.closed;
         let ended = |one: &mut Initiator| {
             let free = one.retired && !busy.contains(&one.generation);
-            free && (closed || !one.stragglers.iter().any(Straggler::may_end))
+            free && (closed || !one.abandoned.iter().any(AbandonedTransfer::may_end))
         };
         for initiator in self.all.extract_if(.., ended) {
-            let stragglers = initiator.stragglers.iter();
-            let peers = stragglers.map(|straggler| straggler.remote.agent.clone());
+            let abandoned = initiator.abandoned.iter();
+            let peers = abandoned.map(|transfer| transfer.remote.agent.clone());
             self.ending.insert(initiator.generation, peers.collect());
             end(initiator, Arc::clone(&self.on_agent));
         }
@@ -297,17 +297,16 @@ impl Initiators {
 
     /// Returns whether an abandoned request to this agent of a peer may be under way.
     pub(super) fn may_touch(&self, agent: &str) -> bool {
-        let mut stragglers = self.all.iter().flat_map(|one| &one.stragglers);
+        let mut abandoned = self.all.iter().flat_map(|one| &one.abandoned);
         let mut ending = self.ending.values().flatten();
-        stragglers.any(|straggler| straggler.remote.agent == agent)
-            || ending.any(|peer| peer == agent)
+        abandoned.any(|transfer| transfer.remote.agent == agent) || ending.any(|peer| peer == agent)
     }
 
     /// Returns whether abandoned requests must be polled.
-    pub(super) fn has_stragglers(&self) -> bool {
+    pub(super) fn has_abandoned(&self) -> bool {
         self.all
             .iter()
-            .any(|initiator| !initiator.stragglers.is_empty() || initiator.retired)
+            .any(|initiator| !initiator.abandoned.is_empty() || initiator.retired)
     }
 }
 
@@ -345,20 +344,20 @@ impl Initiator {
         Ok(())
     }
 
-    fn poll_stragglers(&mut self) {
+    fn poll_abandoned(&mut self) {
         let registered = &self.registered;
-        let proven = |straggler: &mut Straggler| {
-            straggler.requests.retain(|request| {
+        let proven = |transfer: &mut AbandonedTransfer| {
+            transfer.requests.retain(|request| {
                 match registered.poll(request) {
                     Progress::Done => return false,
-                    Progress::Failed => straggler.unproven = true,
+                    Progress::Failed => transfer.unproven = true,
                     Progress::Going => {}
                 }
                 true
             });
-            straggler.requests.is_empty() && !straggler.unproven
+            transfer.requests.is_empty() && !transfer.unproven
         };
-        self.stragglers.retain_mut(|straggler| !proven(straggler));
+        self.abandoned.retain_mut(|transfer| !proven(transfer));
     }
 
     fn forget_unwanted(&mut self, busy: bool) {
@@ -366,9 +365,9 @@ impl Initiator {
             return;
         }
         let used: HashSet<&str> = self
-            .stragglers
+            .abandoned
             .iter()
-            .map(|straggler| straggler.remote.agent.as_str())
+            .map(|transfer| transfer.remote.agent.as_str())
             .collect();
         let free: Vec<String> = self
             .unwanted
@@ -388,9 +387,9 @@ impl Initiator {
 fn end(initiator: Initiator, on_agent: OnAgent) {
     spawn("lmc-nixl-end", move || {
         let mut sources = Vec::new();
-        for straggler in initiator.stragglers {
-            drop(straggler.requests);
-            sources.push(straggler.sources);
+        for transfer in initiator.abandoned {
+            drop(transfer.requests);
+            sources.push(transfer.sources);
         }
         drop(initiator.registered);
         drop(sources);

@@ -33,8 +33,8 @@ mod transfers;
 
 pub(crate) use agent::Remote;
 pub(crate) use blocks::{BLOCK, Block, Blocks};
-pub(crate) use plan::{Part, Sources};
-pub(crate) use transfers::{Batch, Report, WriteError};
+pub(crate) use plan::{Sources, TransferPart};
+pub(crate) use transfers::{NixlBatch, Report, WriteError};
 
 use agent::{Registered, Role, Setup};
 use engine::{Command, Commands, Engine};
@@ -311,7 +311,7 @@ impl Plane {
     /// Begins to write to a peer. NIXL connects to the peer now, and not before: UCX 1.23 aborts
     /// the process if a peer dies while UCX connects to it (`stubs.c:107 Assertion '0' failed`, in
     /// `uct_tcp_ep_pending_purge`).
-    pub(crate) fn begin(&self, batch: Batch) {
+    pub(crate) fn begin(&self, batch: NixlBatch) {
         let transfer = Transfer::new(batch, self.piece);
         self.commands.give(Command::Begin(transfer));
     }

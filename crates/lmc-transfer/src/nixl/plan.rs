@@ -12,7 +12,7 @@ pub(super) const REQUEST_PARTS: usize = 512;
 
 /// Bytes that lie together on both sides; offsets in the arena, and in the peer's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Part {
+pub(crate) struct TransferPart {
     pub(crate) local: u64,
     pub(crate) remote: u64,
     pub(crate) len: u64,
@@ -28,7 +28,7 @@ pub(crate) struct Sources {
 /// A batch, cut up.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Plan {
-    pub(super) parts: Vec<Part>,
+    pub(super) parts: Vec<TransferPart>,
     /// Indices of the parts of each request.
     pub(super) requests: Vec<Range<usize>>,
 }
@@ -40,7 +40,7 @@ impl Plan {
     /// Neighbours on both sides become one part, because NIXL merges nothing and every
     /// descriptor costs it the same. No part crosses a border between two pieces of the arena that
     /// are registered by themselves, of `piece` bytes: NIXL refuses that.
-    pub(super) fn new(objects: impl IntoIterator<Item = Part>, piece: u64) -> Self {
+    pub(super) fn new(objects: impl IntoIterator<Item = TransferPart>, piece: u64) -> Self {
         let mut plan = Self::default();
         for mut rest in objects {
             while rest.len > 0 {
@@ -56,9 +56,9 @@ impl Plan {
                 let len = rest.len.min(to_border);
                 match plan.parts.last_mut() {
                     Some(last) if joins => last.len += len,
-                    _ => plan.parts.push(Part { len, ..rest }),
+                    _ => plan.parts.push(TransferPart { len, ..rest }),
                 }
-                rest = Part {
+                rest = TransferPart {
                     local: rest.local + len,
                     remote: rest.remote + len,
                     len: rest.len - len,
@@ -72,12 +72,12 @@ impl Plan {
     }
 
     /// The parts of a request.
-    pub(super) fn parts(&self, request: usize) -> &[Part] {
+    pub(super) fn parts(&self, request: usize) -> &[TransferPart] {
         &self.parts[self.requests[request].clone()]
     }
 }
 
-fn follows(last: &Part, next: &Part) -> bool {
+fn follows(last: &TransferPart, next: &TransferPart) -> bool {
     last.local + last.len == next.local && last.remote + last.len == next.remote
 }
 
@@ -86,11 +86,11 @@ mod tests {
     use super::*;
 
     /// Every byte of every object is moved once, to its offset.
-    fn check(objects: &[Part]) -> Plan {
+    fn check(objects: &[TransferPart]) -> Plan {
         check_with(objects, 1 << 30)
     }
 
-    fn check_with(objects: &[Part], piece: u64) -> Plan {
+    fn check_with(objects: &[TransferPart], piece: u64) -> Plan {
         let plan = Plan::new(objects.iter().copied(), piece);
         let (mut object, mut at) = (0, 0);
         for index in 0..plan.requests.len() {
@@ -115,8 +115,8 @@ mod tests {
         plan
     }
 
-    fn part(local: u64, remote: u64, len: u64) -> Part {
-        Part { local, remote, len }
+    fn part(local: u64, remote: u64, len: u64) -> TransferPart {
+        TransferPart { local, remote, len }
     }
 
     #[test]
@@ -128,9 +128,10 @@ mod tests {
 
     #[test]
     fn requests_are_bounded_in_descriptors_and_cut_at_borders() {
-        let scattered: Vec<Part> = (0..2000).map(|i| part(i * 8192, i * 8192, 4096)).collect();
+        let scattered: Vec<TransferPart> =
+            (0..2000).map(|i| part(i * 8192, i * 8192, 4096)).collect();
         assert_eq!(check(&scattered).requests.len(), 4);
-        let together: Vec<Part> = (0..64)
+        let together: Vec<TransferPart> = (0..64)
             .map(|i| part(i << 20, (i << 20) + 4096, 1 << 20))
             .collect();
         let plan = check(&together);
@@ -155,7 +156,7 @@ mod tests {
         };
         for _ in 0..50 {
             let (mut local, mut remote) = (0, 0);
-            let objects: Vec<Part> = (0..next(1500))
+            let objects: Vec<TransferPart> = (0..next(1500))
                 .map(|_| {
                     local += next(2) * 4096;
                     remote += next(2) * 4096;

@@ -10,7 +10,7 @@ use thiserror::Error;
 
 use super::agent::{PostError, Progress, Remote, Request};
 use super::initiators::Initiators;
-use super::plan::{Part, Plan, Sources};
+use super::plan::{Plan, Sources, TransferPart};
 
 /// Requests of one batch that are under way at a time: when one ends, the next is already posted.
 const WINDOW: usize = 4;
@@ -42,12 +42,12 @@ pub(crate) struct Report {
 pub(crate) type OnReport = Box<dyn FnOnce(Report) + Send>;
 
 /// Objects that are to be written to a peer.
-pub(crate) struct Batch {
+pub(crate) struct NixlBatch {
     /// Number of the connection that it is for.
     pub(crate) connection: u64,
     pub(crate) remote: Arc<Remote>,
     /// One for each object; each was checked.
-    pub(crate) parts: Vec<Part>,
+    pub(crate) parts: Vec<TransferPart>,
     pub(crate) sources: Sources,
     /// True once the peer wants no more.
     pub(crate) stopped: Arc<AtomicBool>,
@@ -55,9 +55,9 @@ pub(crate) struct Batch {
     pub(crate) deadline: Instant,
 }
 
-impl fmt::Debug for Batch {
+impl fmt::Debug for NixlBatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Batch")
+        f.debug_struct("NixlBatch")
             .field("connection", &self.connection)
             .field("parts", &self.parts.len())
             .finish_non_exhaustive()
@@ -82,7 +82,7 @@ pub(crate) struct Transfer {
 
 /// The state of a batch after a look at it.
 #[derive(Debug)]
-pub(super) enum Step {
+pub(super) enum BatchProgress {
     /// Nothing changed.
     Same,
     /// Something was begun or is done.
@@ -95,7 +95,7 @@ pub(super) enum Step {
 
 impl Transfer {
     /// `piece`: bytes of the arena that are registered by themselves.
-    pub(super) fn new(batch: Batch, piece: u64) -> Self {
+    pub(super) fn new(batch: NixlBatch, piece: u64) -> Self {
         Self {
             connection: batch.connection,
             remote: batch.remote,
@@ -111,8 +111,8 @@ impl Transfer {
     }
 
     /// Polls the requests under way, and begins one more.
-    pub(super) fn step(&mut self, initiators: &mut Initiators, now: Instant) -> Step {
-        let ended = |error| Step::Ended {
+    pub(super) fn step(&mut self, initiators: &mut Initiators, now: Instant) -> BatchProgress {
+        let ended = |error| BatchProgress::Ended {
             error,
             broken: false,
         };
@@ -133,7 +133,7 @@ impl Transfer {
             }
         }
         if self.is_done() {
-            return Step::Done;
+            return BatchProgress::Done;
         }
         if now >= self.deadline {
             return ended(WriteError::Deadline);
@@ -148,14 +148,18 @@ impl Transfer {
                 Some(agent) => self.post(initiators, agent),
             };
         }
-        if moved { Step::Moved } else { Step::Same }
+        if moved {
+            BatchProgress::Moved
+        } else {
+            BatchProgress::Same
+        }
     }
 
     fn is_done(&self) -> bool {
         self.posted.is_empty() && self.next == self.plan.requests.len()
     }
 
-    fn post(&mut self, initiators: &mut Initiators, agent: u64) -> Step {
+    fn post(&mut self, initiators: &mut Initiators, agent: u64) -> BatchProgress {
         self.agent = Some(agent);
         match initiators.post(agent, &self.remote, self.plan.parts(self.next)) {
             Ok((request, progress)) => {
@@ -163,15 +167,15 @@ impl Transfer {
                 if progress != Progress::Done {
                     self.posted.push_back(request);
                 } else if self.is_done() {
-                    return Step::Done;
+                    return BatchProgress::Done;
                 }
-                Step::Moved
+                BatchProgress::Moved
             }
-            Err(PostError::Refused(reason)) => Step::Ended {
+            Err(PostError::Refused(reason)) => BatchProgress::Ended {
                 error: WriteError::Refused(reason),
                 broken: false,
             },
-            Err(PostError::NotBegun(reason)) => Step::Ended {
+            Err(PostError::NotBegun(reason)) => BatchProgress::Ended {
                 error: WriteError::Failed(reason),
                 broken: false,
             },
@@ -194,8 +198,8 @@ impl Transfer {
     }
 }
 
-fn broken(reason: &str) -> Step {
-    Step::Ended {
+fn broken(reason: &str) -> BatchProgress {
+    BatchProgress::Ended {
         error: WriteError::Failed(reason.to_owned()),
         broken: true,
     }

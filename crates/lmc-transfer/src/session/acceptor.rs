@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::time::{Duration, Instant, sleep, timeout};
 
-use super::limiter::{Limiter, Permit, Source};
+use super::limiter::{HandshakeSource, Limiter, Permit};
 use super::noise::{Handshake, NoiseError, Opening, Role, VERSION, preamble};
 use super::{
     Failure, Key, Local, Message, Refusal, Remote, SecureStream, established, read_noise,
@@ -107,7 +107,7 @@ pub(crate) async fn serve<A: Accept>(acceptor: Arc<A>, listener: Listener) {
             }
             continue;
         }
-        let (permit, evicted) = limiter.enter(source.map(Source::of));
+        let (permit, evicted) = limiter.enter(source.map(HandshakeSource::of));
         let acceptor = Arc::clone(&acceptor);
         tokio::spawn(async move {
             let limit = acceptor.config().handshake_timeout;

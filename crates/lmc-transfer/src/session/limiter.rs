@@ -23,13 +23,13 @@ const MAX_TRUSTED: usize = 4096;
 
 /// The source of a connection: one value for each host, as far as that can be known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Source {
+pub(super) enum HandshakeSource {
     V4([u8; 4]),
     /// The first 64 bits: one host may use all addresses with this prefix.
     V6([u8; 8]),
 }
 
-impl Source {
+impl HandshakeSource {
     pub(super) fn of(address: IpAddr) -> Self {
         match address.to_canonical() {
             IpAddr::V4(address) => Self::V4(address.octets()),
@@ -42,28 +42,28 @@ impl Source {
 }
 
 #[derive(Debug)]
-pub(super) struct Limiter(Mutex<State>);
+pub(super) struct Limiter(Mutex<HandshakeTable>);
 
 #[derive(Debug, Default)]
-struct State {
+struct HandshakeTable {
     next: u64,
     /// Handshakes under way, the oldest first.
     pending: BTreeMap<u64, Pending>,
     /// Sources that authenticated, with a time stamp: a count of events.
-    trusted: HashMap<Source, u64>,
+    trusted: HashMap<HandshakeSource, u64>,
 }
 
 #[derive(Debug)]
 struct Pending {
-    source: Option<Source>,
+    source: Option<HandshakeSource>,
     /// True if the initiator has shown that it knows the key.
     knows_the_key: bool,
     evict: oneshot::Sender<()>,
 }
 
-impl State {
+impl HandshakeTable {
     /// Unix sockets have no source: their file's permissions say who connects.
-    fn is_trusted(&self, source: Option<Source>) -> bool {
+    fn is_trusted(&self, source: Option<HandshakeSource>) -> bool {
         source.is_none_or(|source| self.trusted.contains_key(&source))
     }
 
@@ -84,7 +84,7 @@ impl State {
         }
     }
 
-    fn make_capacity(&mut self, source: Option<Source>) {
+    fn make_capacity(&mut self, source: Option<HandshakeSource>) {
         let trusted = self.is_trusted(source);
         if !trusted && self.count(|one| one.source == source) >= MAX_PER_SOURCE {
             self.evict(|_, one| one.source == source);
@@ -110,7 +110,7 @@ impl Limiter {
     /// Admits a handshake. The receiver gets a value if it is evicted.
     pub(super) fn enter(
         self: &Arc<Self>,
-        source: Option<Source>,
+        source: Option<HandshakeSource>,
     ) -> (Permit, oneshot::Receiver<()>) {
         let (evict, evicted) = oneshot::channel();
         let mut state = self.0.lock();
@@ -141,7 +141,7 @@ impl Limiter {
 pub(super) struct Permit {
     limiter: Arc<Limiter>,
     number: u64,
-    source: Option<Source>,
+    source: Option<HandshakeSource>,
 }
 
 impl Permit {
@@ -180,8 +180,8 @@ impl Drop for Permit {
 mod tests {
     use super::*;
 
-    fn source(number: u8) -> Option<Source> {
-        Some(Source::of(IpAddr::from([10, 0, 0, number])))
+    fn source(number: u8) -> Option<HandshakeSource> {
+        Some(HandshakeSource::of(IpAddr::from([10, 0, 0, number])))
     }
 
     type Admitted = (Permit, oneshot::Receiver<()>);
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn addresses_of_one_ipv6_network_are_one_source() {
-        let source = |text: &str| Source::of(text.parse().expect("an address"));
+        let source = |text: &str| HandshakeSource::of(text.parse().expect("an address"));
         assert_eq!(source("fd00::1"), source("fd00::2:3"));
         assert_ne!(source("fd00::1"), source("fd00:0:0:1::1"));
         assert_eq!(source("::ffff:10.0.0.1"), source("10.0.0.1"));

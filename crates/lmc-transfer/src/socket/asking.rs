@@ -6,12 +6,12 @@ use bytes::Bytes;
 use tokio::sync::oneshot;
 
 use super::connection::{Pending, Reply};
-use super::frame::{Frame, Outcome};
+use super::frame::{Frame, FrameOutcome};
 use super::outgoing::Outgoing;
-use super::shared::Shared;
+use super::shared::ChannelState;
 use crate::{MAX_MESSAGE, PeerId, TransferError};
 
-impl Shared {
+impl ChannelState {
     pub(super) async fn ask(
         &self,
         peer: &PeerId,
@@ -43,7 +43,7 @@ impl Shared {
         };
         match self.within(deadline, asked).await? {
             Some(Reply::Message(answer)) => Ok(answer.into()),
-            Some(Reply::Outcome(Outcome::Refused(why))) => Err(TransferError::Refused(why)),
+            Some(Reply::Outcome(FrameOutcome::Refused(why))) => Err(TransferError::Refused(why)),
             Some(_) => Err(TransferError::Refused(
                 "the answer is of another kind than the question".into(),
             )),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::budget::Budget;
 use super::config::SocketConfig;
-use super::stats::Counters;
+use super::stats::SocketCounters;
 use super::window::Window;
 use crate::lease::Leases;
 
@@ -14,7 +14,7 @@ pub(super) struct ChannelCore {
     pub(super) config: SocketConfig,
     pub(super) window: Window,
     pub(super) leases: Arc<Leases>,
-    pub(super) counters: Arc<Counters>,
+    pub(super) counters: Arc<SocketCounters>,
     pub(super) budget: Arc<Budget>,
 }
 

@@ -13,7 +13,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot, watch};
 
 use super::budget::Account;
 use super::channel_core::ChannelCore;
-use super::frame::{Frame, Outcome};
+use super::frame::{Frame, FrameOutcome};
 use super::landing::Target;
 use super::offers::{INLINED_OFFERS, OFFER_CAPACITY, Offers};
 use super::outgoing::{Outgoing, PieceForm};
@@ -155,7 +155,7 @@ pub(super) enum Reply {
     /// The data of a read.
     Arrived(Arrival),
     /// Outcome of a write, of a read without data, or of a question that was refused.
-    Outcome(Outcome),
+    Outcome(FrameOutcome),
     /// The answer to a question.
     Message(Vec<u8>),
     /// The reason why the peer has not written everything by NIXL.
@@ -169,7 +169,7 @@ pub(super) struct Offered {
     /// `None` once they are withdrawn.
     pub(super) objects: Option<Arc<Vec<SealedSlot>>>,
     /// Receives the number of leading objects that are in place, and the outcome.
-    pub(super) finish: oneshot::Sender<(u64, Outcome)>,
+    pub(super) finish: oneshot::Sender<(u64, FrameOutcome)>,
     /// True if the peer has begun to read them.
     pub(super) pulled: bool,
     /// Present if the objects were inlined.

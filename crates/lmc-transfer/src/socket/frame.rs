@@ -67,9 +67,9 @@ impl Iterator for Pieces<'_> {
     }
 }
 
-/// The outcome of a request.
+/// The outcome of a request, as a frame reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) enum Outcome {
+pub(super) enum FrameOutcome {
     /// All bytes are in place.
     Done,
     /// The range (of a write) or object (of an offer) arrived with a wrong checksum.
@@ -117,7 +117,7 @@ pub(super) enum Frame {
     /// Answers a write, or a read that brings no data.
     Answer {
         id: u64,
-        outcome: Outcome,
+        outcome: FrameOutcome,
     },
     /// Objects of these lengths, to be received under a tag.
     Offer {
@@ -136,7 +136,7 @@ pub(super) enum Frame {
     Finish {
         id: u64,
         done: u64,
-        outcome: Outcome,
+        outcome: FrameOutcome,
     },
     /// Asks a question of the embedder.
     Ask {
@@ -275,9 +275,9 @@ fn is_sound(range: &Range) -> bool {
     range.len > 0 && range.offset.checked_add(range.len).is_some()
 }
 
-fn check_reason(outcome: &Outcome) -> Result<(), FrameError> {
+fn check_reason(outcome: &FrameOutcome) -> Result<(), FrameError> {
     match outcome {
-        Outcome::Refused(why) if why.len() > MAX_REASON => Err(FrameError::Reason(why.len())),
+        FrameOutcome::Refused(why) if why.len() > MAX_REASON => Err(FrameError::Reason(why.len())),
         _ => Ok(()),
     }
 }
@@ -439,20 +439,20 @@ mod tests {
         prop::collection::vec(range, 1..40)
     }
 
-    fn outcome() -> impl Strategy<Value = Outcome> {
+    fn outcome() -> impl Strategy<Value = FrameOutcome> {
         prop_oneof![
-            Just(Outcome::Done),
-            any::<u32>().prop_map(Outcome::Corrupt),
-            any::<(u32, u64, u64)>().prop_map(|(object, sent, capacity)| Outcome::Length {
+            Just(FrameOutcome::Done),
+            any::<u32>().prop_map(FrameOutcome::Corrupt),
+            any::<(u32, u64, u64)>().prop_map(|(object, sent, capacity)| FrameOutcome::Length {
                 object,
                 sent,
                 capacity
             }),
-            Just(Outcome::Aborted),
-            Just(Outcome::Withdrawn),
-            any::<u32>().prop_map(Outcome::NotLeased),
-            Just(Outcome::ReadOnly),
-            ".{0,200}".prop_map(Outcome::Refused),
+            Just(FrameOutcome::Aborted),
+            Just(FrameOutcome::Withdrawn),
+            any::<u32>().prop_map(FrameOutcome::NotLeased),
+            Just(FrameOutcome::ReadOnly),
+            ".{0,200}".prop_map(FrameOutcome::Refused),
         ]
     }
 
@@ -579,7 +579,7 @@ mod tests {
             },
         ];
         let id = 7;
-        let outcome = Outcome::Refused("no".to_owned());
+        let outcome = FrameOutcome::Refused("no".to_owned());
         let offer = |lens: Vec<u64>, inlined| Frame::Offer {
             id,
             tag: 3,
@@ -611,7 +611,7 @@ mod tests {
             offer(vec![100], true),
             Frame::Answer {
                 id,
-                outcome: Outcome::NotLeased(2),
+                outcome: FrameOutcome::NotLeased(2),
             },
         ];
         #[cfg(feature = "nixl")]
@@ -701,7 +701,7 @@ mod tests {
         check(write(vec![range(0, 1); 4097]), FrameError::Count(4097));
         check(write(vec![range(0, 0)]), FrameError::Range);
         check(write(vec![range(2, u64::MAX - 1)]), FrameError::Range);
-        let long = Outcome::Refused("x".repeat(1025));
+        let long = FrameOutcome::Refused("x".repeat(1025));
         let answer = Frame::Answer {
             id: 1,
             outcome: long,

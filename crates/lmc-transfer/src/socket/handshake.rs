@@ -14,7 +14,7 @@ use tokio::time::{Duration, timeout};
 use super::config::{MAX_KEEPALIVE, MAX_STREAMS};
 use super::connection::Remote;
 use super::outgoing::PieceForm;
-use super::shared::{Joining, NotInstalled, Shared};
+use super::shared::{ChannelState, Joining, NotInstalled};
 use crate::checks::PeerMemory;
 use crate::net::Socket;
 use crate::session::{self, Accept, Accepted, Failure, Local, Message, SecureStream};
@@ -67,7 +67,7 @@ impl From<NotInstalled> for Failure {
     }
 }
 
-impl Accept for Shared {
+impl Accept for ChannelState {
     fn local(&self) -> &Local {
         &self.local
     }
@@ -154,12 +154,12 @@ impl Accept for Shared {
 
 /// An entry in the table of handshakes that wait for streams; dropping it removes the entry.
 struct JoiningEntry<'a> {
-    shared: &'a Shared,
+    shared: &'a ChannelState,
     session: [u8; 16],
 }
 
 impl<'a> JoiningEntry<'a> {
-    fn new(shared: &'a Shared, session: [u8; 16], entry: Joining) -> Result<Self, Failure> {
+    fn new(shared: &'a ChannelState, session: [u8; 16], entry: Joining) -> Result<Self, Failure> {
         let mut joining = shared.joining.lock();
         if joining.len() >= shared.core.config.channel.max_peers {
             return Err(Failure::refused("too many handshakes"));
@@ -175,7 +175,7 @@ impl Drop for JoiningEntry<'_> {
     }
 }
 
-fn side(shared: &Shared, streams: usize, attempt: u64) -> Side {
+fn side(shared: &ChannelState, streams: usize, attempt: u64) -> Side {
     let config = &shared.core.config.channel;
     Side {
         attempt,
@@ -194,7 +194,7 @@ fn side(shared: &Shared, streams: usize, attempt: u64) -> Side {
 
 /// Returns the other side of a connection, if its settings are valid.
 fn remote(
-    shared: &Shared,
+    shared: &ChannelState,
     peer: &session::Remote,
     theirs: &Side,
     incoming: bool,
@@ -234,7 +234,7 @@ fn remote(
 
 /// Connects to a peer. Call it on the runtime.
 pub(super) async fn connect(
-    shared: &Arc<Shared>,
+    shared: &Arc<ChannelState>,
     peer: &PeerId,
     address: &Address,
     message: Option<Bytes>,
@@ -245,7 +245,7 @@ pub(super) async fn connect(
 }
 
 async fn initiate(
-    shared: &Arc<Shared>,
+    shared: &Arc<ChannelState>,
     peer: &PeerId,
     address: &Address,
     message: Option<Bytes>,
@@ -262,7 +262,7 @@ async fn initiate(
 }
 
 async fn go_on(
-    shared: &Arc<Shared>,
+    shared: &Arc<ChannelState>,
     address: &Address,
     message: Option<Bytes>,
     mut stream: SecureStream,

@@ -65,7 +65,7 @@ mod writer;
 mod tests;
 
 pub use config::{SocketConfig, SocketError};
-use shared::{Shared, Stop};
+use shared::{ChannelState, Stop};
 pub use stats::SocketStats;
 use threads::Threads;
 
@@ -85,7 +85,7 @@ pub(crate) fn fuzz(data: &[u8]) {
 /// `lmc-socket`.
 #[derive(Debug)]
 pub struct SocketChannel {
-    shared: Arc<Shared>,
+    shared: Arc<ChannelState>,
     address: Address,
 }
 
@@ -109,7 +109,7 @@ impl SocketChannel {
         if let Some(nixl) = &config.nixl {
             nixl.take(&config.channel)?;
         }
-        let shared = Arc::new(Shared::new(config, local, timer, threads));
+        let shared = Arc::new(ChannelState::new(config, local, timer, threads));
         let serve = session::serve(Arc::clone(&shared), listener);
         shared.threads.first().spawn(serve);
         Ok(Self { shared, address })
@@ -326,16 +326,16 @@ impl SocketChannel {
             return Err(ConnectError::Message { found });
         }
         let connect = async {
-            let turn = shared.connects.turn(peer).await;
+            let permit = shared.connects.acquire(peer).await;
             if self.is_connected(peer) {
                 return Ok(None);
             }
             let (shared, peer) = (Arc::clone(shared), peer.clone());
             let address = address.clone();
             let connect = async move {
-                // The task owns the turn, since it may finish although its caller is gone:
+                // The task owns the permit, since it may finish although its caller is gone:
                 // otherwise another connect would replace the connection that this task makes.
-                let _turn = turn;
+                let _permit = permit;
                 handshake::connect(&shared, &peer, &address, message).await
             };
             let task = AbortOnDropHandle::new(self.shared.threads.first().spawn(connect));

@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 use super::budget::Charge;
 use super::connection::Connection;
-use super::frame::{Frame, Outcome};
+use super::frame::{Frame, FrameOutcome};
 use super::outgoing::Outgoing;
 use crate::MAX_BATCH;
 
@@ -43,7 +43,7 @@ pub(super) struct Offer {
 
 impl Offer {
     /// Reports the outcome of the offer to the peer.
-    pub(super) fn finish(&self, done: usize, outcome: Outcome) {
+    pub(super) fn finish(&self, done: usize, outcome: FrameOutcome) {
         let connection = &self.connection;
         let finish = Frame::Finish {
             id: self.id,

@@ -7,10 +7,10 @@ use lmc_memory::{ReservedSlot, SealedSlot};
 use tokio::sync::oneshot;
 
 use super::connection::{Arrival, Connection, Pending, Reply};
-use super::frame::{Frame, Outcome};
+use super::frame::{Frame, FrameOutcome};
 use super::landing::Landing;
-use super::outgoing::{Outgoing, Progress, Run, Source};
-use super::shared::{Shared, Stop};
+use super::outgoing::{Outgoing, PayloadSource, Progress, Run};
+use super::shared::{ChannelState, Stop};
 use super::spread::{Portion, spread};
 use crate::in_arena::check_slots;
 use crate::lease::{Range, Segment};
@@ -60,7 +60,7 @@ impl Tally {
         let first = portions.first().map_or(0, |portion| portion.object);
         let invalid = || TransferError::Refused("the answer does not match the request".into());
         let error = match reply {
-            Reply::Outcome(Outcome::Done) => {
+            Reply::Outcome(FrameOutcome::Done) => {
                 self.arrived(portions, &[]);
                 return;
             }
@@ -82,27 +82,27 @@ impl Tally {
                     None => return,
                 }
             }
-            Reply::Outcome(Outcome::Corrupt(number)) => match object(number) {
+            Reply::Outcome(FrameOutcome::Corrupt(number)) => match object(number) {
                 Some(object) => TransferError::Corrupt { object },
                 None => invalid(),
             },
-            Reply::Outcome(Outcome::NotLeased(number)) => match object(number) {
+            Reply::Outcome(FrameOutcome::NotLeased(number)) => match object(number) {
                 Some(object) => TransferError::NotLeased { object },
                 None => invalid(),
             },
             Reply::Message(_) => invalid(),
             #[cfg(feature = "nixl")]
             Reply::Unmoved(_) => invalid(),
-            Reply::Outcome(Outcome::NoPlane) => invalid(),
-            Reply::Outcome(Outcome::ReadOnly) => TransferError::ReadOnly,
-            Reply::Outcome(Outcome::Withdrawn) => {
+            Reply::Outcome(FrameOutcome::NoPlane) => invalid(),
+            Reply::Outcome(FrameOutcome::ReadOnly) => TransferError::ReadOnly,
+            Reply::Outcome(FrameOutcome::Withdrawn) => {
                 self.withdrawn = true;
                 return;
             }
             // This side aborted the request, and its call reports the reason.
-            Reply::Outcome(Outcome::Aborted) => return,
-            Reply::Outcome(Outcome::Refused(why)) => TransferError::Refused(why),
-            Reply::Outcome(Outcome::Length {
+            Reply::Outcome(FrameOutcome::Aborted) => return,
+            Reply::Outcome(FrameOutcome::Refused(why)) => TransferError::Refused(why),
+            Reply::Outcome(FrameOutcome::Length {
                 object,
                 sent,
                 capacity,
@@ -172,7 +172,7 @@ fn portions<'a>(
     slots.zip(ranges).enumerate().map(portion)
 }
 
-impl Shared {
+impl ChannelState {
     pub(super) async fn read(
         &self,
         slots: Vec<ReservedSlot>,
@@ -333,7 +333,7 @@ impl Shared {
                 let ranges = portions.iter().map(|portion| portion.remote).collect();
                 let progress = Arc::new(Progress::new(id, Arc::clone(&objects)));
                 let run = Run {
-                    source: Source::Write(Arc::clone(&progress)),
+                    source: PayloadSource::Write(Arc::clone(&progress)),
                     segments: portions.iter().map(|portion| portion.local).collect(),
                 };
                 let outgoing = Outgoing {

@@ -69,8 +69,8 @@ impl Outgoing {
     /// Returns the write that this frame carries.
     pub(super) fn write(&self) -> Option<&Arc<Progress>> {
         match &self.payload.first()?.source {
-            Source::Write(progress) => Some(progress),
-            Source::Arena | Source::Lease { .. } | Source::Offer(_) => None,
+            PayloadSource::Write(progress) => Some(progress),
+            PayloadSource::Arena | PayloadSource::Lease { .. } | PayloadSource::Offer(_) => None,
         }
     }
 
@@ -93,14 +93,14 @@ impl Outgoing {
 /// Parts of a payload that have one source.
 #[derive(Debug)]
 pub(super) struct Run {
-    pub(super) source: Source,
+    pub(super) source: PayloadSource,
     pub(super) segments: Vec<Segment>,
 }
 
 /// A piece of a part of a payload.
 #[derive(Debug)]
 pub(super) struct Piece<'a> {
-    pub(super) source: &'a Source,
+    pub(super) source: &'a PayloadSource,
     /// Number of the part among those of its source.
     pub(super) part: u32,
     /// The part.
@@ -110,7 +110,7 @@ pub(super) struct Piece<'a> {
 
 /// The source of parts of a payload.
 #[derive(Debug)]
-pub(super) enum Source {
+pub(super) enum PayloadSource {
     /// The open arena.
     Arena,
     Lease {
@@ -149,7 +149,7 @@ impl Kept {
     }
 }
 
-impl Source {
+impl PayloadSource {
     /// Begins to read a piece of a part; `None` if that is no longer allowed.
     pub(super) fn keep(&self, part: u32) -> Option<Kept> {
         match self {

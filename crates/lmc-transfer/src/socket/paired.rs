@@ -13,10 +13,10 @@ use lmc_memory::{ReservedSlot, SealedSlot};
 use tokio::sync::oneshot;
 
 use super::connection::{Connection, Offered};
-use super::frame::{Frame, Outcome, may_be_inlined};
+use super::frame::{Frame, FrameOutcome, may_be_inlined};
 use super::offers::{Offer, size_of_offer};
-use super::outgoing::{Outgoing, Run, Source};
-use super::shared::{Shared, Stop};
+use super::outgoing::{Outgoing, PayloadSource, Run};
+use super::shared::{ChannelState, Stop};
 use crate::in_arena::check_slots;
 use crate::lease::{Range, Region, Segment};
 use crate::session::reason;
@@ -25,7 +25,7 @@ use crate::{DataPlane, Filled, InArena, PeerId, Sent, Slot, TransferError};
 /// Time that a peer has, after a send's deadline, to confirm that it has seen the withdrawal.
 const GRACE: Duration = Duration::from_millis(200);
 
-impl Shared {
+impl ChannelState {
     pub(super) async fn send(
         &self,
         objects: Vec<SealedSlot>,
@@ -79,7 +79,7 @@ impl Shared {
                 if let Some(offering) = offering.filter(|o| o.inlined && stop == Stop::Deadline) {
                     let grace = Instant::now() + GRACE;
                     match self.within(grace, offering.finished()).await {
-                        Ok(Some((_, Outcome::Withdrawn))) => idle = true,
+                        Ok(Some((_, FrameOutcome::Withdrawn))) => idle = true,
                         Ok(Some((done, outcome))) => return finished(count, done, outcome),
                         Ok(None) | Err(_) => {}
                     }
@@ -124,7 +124,7 @@ impl Shared {
                 finished: false,
             };
             if let Some((object, sent, capacity)) = misfit(&pull.offer, &slots) {
-                let outcome = Outcome::Length {
+                let outcome = FrameOutcome::Length {
                     object: object as u32,
                     sent,
                     capacity,
@@ -138,7 +138,7 @@ impl Shared {
                 return Filled::untouched(slots, error);
             }
             if let Some(bytes) = pull.offer.bytes.take() {
-                pull.finish(pull.offer.lens.len(), Outcome::Done);
+                pull.finish(pull.offer.lens.len(), FrameOutcome::Done);
                 return unpack(slots, &pull.offer.lens, &bytes);
             }
             let from = Arc::clone(&pull.offer.connection);
@@ -162,15 +162,15 @@ impl Shared {
                 continue;
             }
             let outcome = match &fetched.error {
-                None => Outcome::Done,
-                Some(TransferError::Corrupt { object }) => Outcome::Corrupt(*object as u32),
-                Some(TransferError::Deadline) => Outcome::Aborted,
+                None => FrameOutcome::Done,
+                Some(TransferError::Corrupt { object }) => FrameOutcome::Corrupt(*object as u32),
+                Some(TransferError::Deadline) => FrameOutcome::Aborted,
                 // The peer learns it from the end of the connection.
                 Some(TransferError::Closed | TransferError::PeerGone { .. }) => {
                     pull.finished = true;
                     return fetched.into_filled();
                 }
-                Some(error) => Outcome::Refused(reason(&error.to_string())),
+                Some(error) => FrameOutcome::Refused(reason(&error.to_string())),
             };
             let filled = fetched.into_filled();
             pull.finish(filled.done(), outcome);
@@ -231,16 +231,16 @@ fn unpack(slots: Vec<ReservedSlot>, lens: &[u64], mut bytes: &[u8]) -> Filled {
 }
 
 /// Returns the outcome of a send from the receiver's report.
-fn finished(count: usize, done: u64, outcome: Outcome) -> Sent {
+fn finished(count: usize, done: u64, outcome: FrameOutcome) -> Sent {
     let done = usize::try_from(done).unwrap_or(count).min(count);
     let failed = |reason: &str| TransferError::Failed(reason.to_owned());
     let error = match outcome {
-        Outcome::Done if done == count => None,
-        Outcome::Done => Some(failed("the receiver has finished with less than was sent")),
-        Outcome::Corrupt(object) => Some(TransferError::Corrupt {
+        FrameOutcome::Done if done == count => None,
+        FrameOutcome::Done => Some(failed("the receiver has finished with less than was sent")),
+        FrameOutcome::Corrupt(object) => Some(TransferError::Corrupt {
             object: object as usize,
         }),
-        Outcome::Length {
+        FrameOutcome::Length {
             object,
             sent,
             capacity,
@@ -249,12 +249,12 @@ fn finished(count: usize, done: u64, outcome: Outcome) -> Sent {
             sent,
             capacity,
         }),
-        Outcome::Aborted => Some(failed("the receiver gave up")),
-        Outcome::Withdrawn => Some(failed("the receiver found nothing to receive")),
-        Outcome::NotLeased(_) | Outcome::ReadOnly | Outcome::NoPlane => {
+        FrameOutcome::Aborted => Some(failed("the receiver gave up")),
+        FrameOutcome::Withdrawn => Some(failed("the receiver found nothing to receive")),
+        FrameOutcome::NotLeased(_) | FrameOutcome::ReadOnly | FrameOutcome::NoPlane => {
             Some(failed("the receiver may not read"))
         }
-        Outcome::Refused(why) => Some(TransferError::Refused(why)),
+        FrameOutcome::Refused(why) => Some(TransferError::Refused(why)),
     };
     Sent {
         done,
@@ -267,7 +267,7 @@ fn finished(count: usize, done: u64, outcome: Outcome) -> Sent {
 struct Offering {
     connection: Arc<Connection>,
     id: u64,
-    finished: oneshot::Receiver<(u64, Outcome)>,
+    finished: oneshot::Receiver<(u64, FrameOutcome)>,
     /// True if the objects are inlined.
     inlined: bool,
 }
@@ -293,7 +293,7 @@ impl Offering {
                 lens: lens.clone(),
                 inlined: true,
             };
-            let source = Source::Offer(slots);
+            let source = PayloadSource::Offer(slots);
             self.inlined = connection.streams[0].queue.push_now(Outgoing {
                 payload: vec![Run { source, segments }],
                 ..Outgoing::of(&offer)
@@ -344,7 +344,7 @@ impl Offering {
     }
 
     /// Waits for the peer's answer; `None` when the connection ended first.
-    async fn finished(mut self) -> Option<(u64, Outcome)> {
+    async fn finished(mut self) -> Option<(u64, FrameOutcome)> {
         (&mut self.finished).await.ok()
     }
 }
@@ -362,7 +362,7 @@ struct Pull {
 }
 
 impl Pull {
-    fn finish(&mut self, done: usize, outcome: Outcome) {
+    fn finish(&mut self, done: usize, outcome: FrameOutcome) {
         self.finished = true;
         self.offer.finish(done, outcome);
     }
@@ -371,7 +371,7 @@ impl Pull {
     fn withdrawn(&mut self) {
         self.finished = true;
         if self.offer.inlined {
-            self.offer.finish(0, Outcome::Withdrawn);
+            self.offer.finish(0, FrameOutcome::Withdrawn);
         }
     }
 }
@@ -379,7 +379,7 @@ impl Pull {
 impl Drop for Pull {
     fn drop(&mut self) {
         if !self.finished {
-            self.finish(0, Outcome::Aborted);
+            self.finish(0, FrameOutcome::Aborted);
         }
     }
 }

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
 use super::connection::{Connection, Pending, Reply};
-use super::frame::{Frame, Outcome};
+use super::frame::{Frame, FrameOutcome};
 use super::landing::{Landing, Target};
 use super::one_sided::Tally;
 use super::outgoing::Outgoing;
 use super::plane_link::PlaneLink;
-use super::shared::{Shared, Stop};
+use super::shared::{ChannelState, Stop};
 use super::spread::{Portion, cut};
 use crate::nixl::{BLOCK, Block};
 use crate::{DataPlane, PeerId, TransferError};
@@ -87,7 +87,7 @@ fn take(reply: Reply, portions: &[Portion], tally: &mut Tally, leased: bool) -> 
             tally.settle(portions, reply, leased);
             None
         }
-        Reply::Outcome(Outcome::NoPlane) => Some(Halt::Absent),
+        Reply::Outcome(FrameOutcome::NoPlane) => Some(Halt::Absent),
         Reply::Unmoved(reason) => Some(Halt::Failed(reason)),
         reply => {
             tally.settle(portions, reply, leased);
@@ -96,7 +96,7 @@ fn take(reply: Reply, portions: &[Portion], tally: &mut Tally, leased: bool) -> 
     }
 }
 
-impl Shared {
+impl ChannelState {
     /// Returns the plane that moves the bytes of reads from a peer now.
     pub(super) fn data_plane(&self, peer: &PeerId) -> Option<DataPlane> {
         let connection = self.connection(peer).ok()?;

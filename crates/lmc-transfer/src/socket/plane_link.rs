@@ -29,7 +29,7 @@ pub(super) struct PlaneLink {
     pub(super) plane: Arc<Plane>,
     /// Number of the connection among those of the plane.
     pub(super) number: u64,
-    state: Mutex<State>,
+    state: Mutex<PlaneLinkState>,
     /// Fetches of the peer that NIXL serves.
     serving: Mutex<HashMap<u64, Serving>>,
 }
@@ -45,7 +45,7 @@ struct Serving {
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct PlaneLinkState {
     /// True when this side's memory has been announced.
     announced: bool,
     /// Present when the peer has announced its memory.
@@ -91,7 +91,7 @@ impl PlaneLink {
     pub(super) fn is_usable(&self) -> bool {
         let state = self.state.lock();
         let paused = state.paused_until;
-        let paused = paused.is_some_and(|until| Instant::now() < until);
+        let paused = paused.is_some_and(|end| Instant::now() < end);
         state.announced && state.known.is_some() && !paused
     }
 
@@ -99,7 +99,7 @@ impl PlaneLink {
     pub(super) fn failed(&self, peer: &PeerId, reason: &str) {
         let mut state = self.state.lock();
         let now = Instant::now();
-        if state.paused_until.is_some_and(|until| now < until) {
+        if state.paused_until.is_some_and(|end| now < end) {
             return;
         }
         let pause = PAUSE * 2u32.pow(state.failures.min(DOUBLED));

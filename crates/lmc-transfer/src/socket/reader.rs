@@ -14,10 +14,10 @@ use tokio::time::timeout;
 use super::budget::Charge;
 use super::channel_core::ChannelCore;
 use super::connection::{Arrival, Connection, Gone, MAX_REQUESTS, Offered, Reply, Stream};
-use super::frame::{Decoder, Frame, Outcome, PieceHead, Pieces};
+use super::frame::{Decoder, Frame, FrameOutcome, PieceHead, Pieces};
 use super::landing::Target;
 use super::offers::{INLINED_OFFERS, Offer};
-use super::outgoing::{Outgoing, PieceForm, Run, Source};
+use super::outgoing::{Outgoing, PayloadSource, PieceForm, Run};
 use super::window::Parted;
 use crate::lease::{Access, Denied, Granted, Range, Region, Segment};
 use crate::net::{Moved, Sockets, receive_bytes};
@@ -181,7 +181,7 @@ impl StreamReader {
             Frame::Withdraw { id } => {
                 let offer = self.connection.incoming.withdraw(&self.connection, id);
                 if let Some(offer) = offer.filter(|offer| offer.inlined) {
-                    offer.finish(0, Outcome::Withdrawn);
+                    offer.finish(0, FrameOutcome::Withdrawn);
                 }
             }
             Frame::Finish { id, done, outcome } => {
@@ -240,7 +240,7 @@ impl StreamReader {
                 ..self.answering(&Frame::Data { id })
             },
             Err(outcome) => {
-                if outcome != Outcome::Withdrawn {
+                if outcome != FrameOutcome::Withdrawn {
                     self.core.counters.refused_requests.add(1);
                 }
                 self.answer(id, outcome)
@@ -253,7 +253,10 @@ impl StreamReader {
         let Some(pending) = self.stream().take(id) else {
             return Err(Gone::Broken("an answer without a request".into()));
         };
-        let completes = matches!(reply, Reply::Message(_) | Reply::Outcome(Outcome::Done));
+        let completes = matches!(
+            reply,
+            Reply::Message(_) | Reply::Outcome(FrameOutcome::Done)
+        );
         if pending.target.is_some() && completes {
             return Err(Gone::Broken("a read that is done without data".into()));
         }
@@ -265,7 +268,7 @@ impl StreamReader {
     /// Sends the answer to a question once the embedder has it.
     fn answer_question(&self, id: u64, question: Vec<u8>, charge: Charge) {
         let Some(on_ask) = &self.core.config.channel.on_ask else {
-            let refused = Outcome::Refused("this peer answers no questions".into());
+            let refused = FrameOutcome::Refused("this peer answers no questions".into());
             self.stream().queue.push(self.answer(id, refused));
             return;
         };
@@ -285,7 +288,7 @@ impl StreamReader {
                 },
                 _ => Frame::Answer {
                     id,
-                    outcome: Outcome::Refused("the answer is too long".into()),
+                    outcome: FrameOutcome::Refused("the answer is too long".into()),
                 },
             };
             connection.streams[stream].queue.push(Outgoing {
@@ -297,14 +300,14 @@ impl StreamReader {
     }
 
     /// Resolves the ranges of a read, if the peer may read them.
-    fn runs(&self, ranges: &[Range]) -> Result<Vec<Run>, Outcome> {
+    fn runs(&self, ranges: &[Range]) -> Result<Vec<Run>, FrameOutcome> {
         let mut runs: Vec<Run> = Vec::new();
         let mut last = None;
         for (number, range) in (0..).zip(ranges) {
             if last != Some(range.region) {
                 let source = self.source(range.region).map_err(|denied| match denied {
                     Some(denied) => refusal(denied, number),
-                    None => Outcome::Withdrawn,
+                    None => FrameOutcome::Withdrawn,
                 })?;
                 let segments = Vec::new();
                 runs.push(Run { source, segments });
@@ -312,30 +315,30 @@ impl StreamReader {
             }
             let Some(run) = runs.last_mut() else { continue };
             let segment = match &mut run.source {
-                Source::Arena => self.in_arena(*range),
-                Source::Lease { granted, slots } => {
+                PayloadSource::Arena => self.in_arena(*range),
+                PayloadSource::Lease { granted, slots } => {
                     slots.push(range.slot);
                     granted.segment(*range)
                 }
-                Source::Offer(slots) => of_offer(slots, *range),
-                Source::Write(_) => None,
+                PayloadSource::Offer(slots) => of_offer(slots, *range),
+                PayloadSource::Write(_) => None,
             };
             run.segments
-                .push(segment.ok_or(Outcome::NotLeased(number))?);
+                .push(segment.ok_or(FrameOutcome::NotLeased(number))?);
         }
         Ok(runs)
     }
 
     /// Looks up a region for reading; `Err(None)` for an offer that was withdrawn.
-    fn source(&self, region: Region) -> Result<Source, Option<Denied>> {
+    fn source(&self, region: Region) -> Result<PayloadSource, Option<Denied>> {
         match region {
-            Region::Arena if self.core.config.channel.open_arena => Ok(Source::Arena),
+            Region::Arena if self.core.config.channel.open_arena => Ok(PayloadSource::Arena),
             Region::Arena => Err(Some(Denied::NotLeased)),
             Region::Lease(number) => {
                 let incarnation = self.connection.remote.incarnation;
                 let granted = self.core.leases.find(number, incarnation, Access::Read);
                 let slots = Vec::new();
-                let lease = |granted| Source::Lease { granted, slots };
+                let lease = |granted| PayloadSource::Lease { granted, slots };
                 granted.map(lease).map_err(Some)
             }
             Region::Offer(offer) => {
@@ -349,7 +352,7 @@ impl StreamReader {
                     return Err(None);
                 };
                 *pulled = true;
-                Ok(Source::Offer(Arc::clone(slots)))
+                Ok(PayloadSource::Offer(Arc::clone(slots)))
             }
         }
     }
@@ -372,7 +375,7 @@ impl StreamReader {
         }
     }
 
-    fn answer(&self, id: u64, outcome: Outcome) -> Outgoing {
+    fn answer(&self, id: u64, outcome: FrameOutcome) -> Outgoing {
         self.answering(&Frame::Answer { id, outcome })
     }
 
@@ -437,7 +440,7 @@ impl StreamReader {
     }
 
     /// Receives the bytes of a peer's write.
-    async fn write(&mut self, ranges: &[Range]) -> Result<Outcome, Gone> {
+    async fn write(&mut self, ranges: &[Range]) -> Result<FrameOutcome, Gone> {
         let landings = match self.landings(ranges) {
             Ok(landings) => landings,
             Err(outcome) => {
@@ -462,18 +465,18 @@ impl StreamReader {
         };
         let revoked = landings.leases.iter().position(revoked);
         Ok(match (arrival.bad.first(), revoked) {
-            (Some(&number), _) => Outcome::Corrupt(number),
-            (None, Some(number)) if arrival.aborted => Outcome::NotLeased(number as u32),
-            (None, _) if arrival.aborted => Outcome::Aborted,
-            (None, _) => Outcome::Done,
+            (Some(&number), _) => FrameOutcome::Corrupt(number),
+            (None, Some(number)) if arrival.aborted => FrameOutcome::NotLeased(number as u32),
+            (None, _) if arrival.aborted => FrameOutcome::Aborted,
+            (None, _) => FrameOutcome::Done,
         })
     }
 
     /// Resolves the ranges of a write, if the peer may write to them.
-    fn landings(&self, ranges: &[Range]) -> Result<Landings, Outcome> {
+    fn landings(&self, ranges: &[Range]) -> Result<Landings, FrameOutcome> {
         let config = &self.core.config.channel;
         if config.rights != Rights::ReadWrite {
-            return Err(Outcome::ReadOnly);
+            return Err(FrameOutcome::ReadOnly);
         }
         let mut landings = Landings {
             segments: Vec::with_capacity(ranges.len()),
@@ -490,7 +493,7 @@ impl StreamReader {
                 }
                 Region::Arena | Region::Offer(_) => (None, None),
             };
-            let segment = segment.ok_or(Outcome::NotLeased(number))?;
+            let segment = segment.ok_or(FrameOutcome::NotLeased(number))?;
             landings.segments.push(segment);
             landings.leases.push(lease);
         }
@@ -728,10 +731,10 @@ impl StreamReader {
     }
 }
 
-fn refusal(denied: Denied, number: u32) -> Outcome {
+fn refusal(denied: Denied, number: u32) -> FrameOutcome {
     match denied {
-        Denied::NotLeased => Outcome::NotLeased(number),
-        Denied::Access => Outcome::ReadOnly,
+        Denied::NotLeased => FrameOutcome::NotLeased(number),
+        Denied::Access => FrameOutcome::ReadOnly,
     }
 }
 

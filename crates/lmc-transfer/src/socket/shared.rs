@@ -31,7 +31,7 @@ use crate::{PeerId, PublicIdentity, TransferError};
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct ChannelState {
     pub(super) core: Arc<ChannelCore>,
     pub(super) local: Local,
     /// Connects begun so far.
@@ -42,13 +42,13 @@ pub(super) struct Shared {
     pub(super) joining: Mutex<HashMap<[u8; 16], Joining>>,
     pub(super) connects: ConnectOnce,
     /// `None` after closing.
-    peers: Mutex<Option<HashMap<PeerId, Peer>>>,
+    peers: Mutex<Option<HashMap<PeerId, PeerEntry>>>,
     closed: watch::Sender<bool>,
 }
 
 /// One incarnation of a peer.
 #[derive(Debug)]
-struct Peer {
+struct PeerEntry {
     incarnation: u64,
     identity: PublicIdentity,
     offers: Arc<Offers>,
@@ -107,7 +107,7 @@ enum Obstacle {
     Alive(Arc<Connection>),
 }
 
-impl Shared {
+impl ChannelState {
     pub(super) fn new(config: SocketConfig, local: Local, timer: Timer, threads: Threads) -> Self {
         Self {
             core: Arc::new(ChannelCore::new(config, local.incarnation)),
@@ -180,7 +180,7 @@ impl Shared {
         self.core.config.nixl.as_ref().map(NixlPlane::plane)
     }
 
-    fn has_capacity(&self, peers: &HashMap<PeerId, Peer>, peer: &PeerId) -> bool {
+    fn has_capacity(&self, peers: &HashMap<PeerId, PeerEntry>, peer: &PeerId) -> bool {
         peers.contains_key(peer) || peers.len() < self.core.config.channel.max_peers
     }
 
@@ -269,7 +269,7 @@ impl Shared {
     /// Starts a connection. Returns whether its peer is new.
     fn add(
         self: &Arc<Self>,
-        peers: &mut HashMap<PeerId, Peer>,
+        peers: &mut HashMap<PeerId, PeerEntry>,
         remote: Remote,
         streams: Vec<SecureStream>,
         first: Option<Vec<u8>>,
@@ -278,7 +278,7 @@ impl Shared {
         let mut new = false;
         let peer = peers.entry(remote.id.clone()).or_insert_with(|| {
             new = true;
-            Peer {
+            PeerEntry {
                 incarnation: remote.incarnation,
                 identity: remote.identity,
                 offers: Arc::new(Offers::new()),
@@ -366,7 +366,7 @@ impl Shared {
 }
 
 /// Returns whether the initiator has abandoned this attempt and made another since.
-fn is_superseded(peers: &HashMap<PeerId, Peer>, new: &Remote) -> bool {
+fn is_superseded(peers: &HashMap<PeerId, PeerEntry>, new: &Remote) -> bool {
     let peer = peers.get(&new.id);
     let peer = peer.filter(|p| p.incarnation == new.incarnation && p.identity == new.identity);
     peer.into_iter()
@@ -376,7 +376,7 @@ fn is_superseded(peers: &HashMap<PeerId, Peer>, new: &Remote) -> bool {
 
 /// Finds what a new connection would replace. A newer incarnation replaces an older one of the
 /// same identity. Nothing else replaces a connection that is alive.
-fn obstacle(peers: &mut HashMap<PeerId, Peer>, new: &Remote) -> Option<Obstacle> {
+fn obstacle(peers: &mut HashMap<PeerId, PeerEntry>, new: &Remote) -> Option<Obstacle> {
     let peer = peers.get_mut(&new.id)?;
     let same = peer.identity == new.identity;
     if same && peer.incarnation == new.incarnation {

@@ -12,11 +12,11 @@ macro_rules! counters {
         }
 
         #[derive(Debug, Default)]
-        pub(super) struct Counters {
+        pub(super) struct SocketCounters {
             $(pub(super) $name: Counter,)*
         }
 
-        impl Counters {
+        impl SocketCounters {
             pub(super) fn read(&self) -> SocketStats {
                 SocketStats { $($name: self.$name.0.load(Ordering::Relaxed),)* }
             }

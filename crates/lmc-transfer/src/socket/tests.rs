@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, ReservedSlot, SealedSlot, checksum};
 
 use super::connection::MAX_REQUESTS;
-use super::frame::{Decoder, Frame, Outcome, PieceHead, seal_header};
+use super::frame::{Decoder, Frame, FrameOutcome, PieceHead, seal_header};
 use super::handshake::{Side, Terms, decode, encode};
 use super::offers::{OFFER_CAPACITY, size_of_offer};
 use super::{SocketChannel, SocketConfig};
@@ -478,7 +478,7 @@ fn ranges_outside_the_arena_are_refused_on_the_serving_side_too() {
         let answer = raw.frame();
         let refused = matches!(
             &answer,
-            Frame::Answer { id: found, outcome: Outcome::NotLeased(1) } if *found == id
+            Frame::Answer { id: found, outcome: FrameOutcome::NotLeased(1) } if *found == id
         );
         assert!(refused, "{answer:?}");
     }
@@ -495,7 +495,7 @@ fn ranges_outside_the_arena_are_refused_on_the_serving_side_too() {
             answer,
             Frame::Answer {
                 id: 9,
-                outcome: Outcome::NotLeased(1)
+                outcome: FrameOutcome::NotLeased(1)
             }
         ),
         "{answer:?}"
@@ -540,7 +540,7 @@ fn an_object_with_a_wrong_checksum_is_corrupt_both_ways() {
     });
     raw.pay(&good[..10], checksum(&good[..10]));
     raw.pay(&good[..10], 0);
-    let outcome = Outcome::Corrupt(1);
+    let outcome = FrameOutcome::Corrupt(1);
     assert_eq!(raw.frame(), Frame::Answer { id: 3, outcome });
     assert_eq!(victim.channel.stats().corrupt, 2);
     drop(slot);
@@ -598,7 +598,7 @@ fn a_peer_that_breaks_the_protocol_is_disconnected() {
     let wrong: &[Wrong] = &[
         |raw| raw.bytes_of(&Frame::Data { id: 5 }),
         |raw| {
-            let outcome = Outcome::Done;
+            let outcome = FrameOutcome::Done;
             raw.bytes_of(&Frame::Answer { id: 5, outcome })
         },
         |_| [&u32::MAX.to_le_bytes()[..], &[0; 8]].concat(),
@@ -760,7 +760,7 @@ fn a_read_is_not_withdrawn() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
     let filled = reading(&victim, &mut raw, soon(), |raw, id| {
-        let outcome = Outcome::Withdrawn;
+        let outcome = FrameOutcome::Withdrawn;
         raw.send(&Frame::Answer { id, outcome });
     });
     assert_eq!(filled.done(), 0);
@@ -936,7 +936,7 @@ fn a_write_that_misses_its_deadline_says_whether_it_is_idle() {
         received += bytes.len();
     }
     assert!(received < 7 << 20, "it was not broken off");
-    let outcome = Outcome::Aborted;
+    let outcome = FrameOutcome::Aborted;
     raw.send(&Frame::Answer { id, outcome });
     assert!(matches!(raw.frame(), Frame::Offer { .. }));
     assert!(matches!(raw.frame(), Frame::Withdraw { .. }));

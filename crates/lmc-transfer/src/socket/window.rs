@@ -34,12 +34,12 @@ pub(super) struct Parted {
 
 /// Bytes to be sent: of the sender's own buffer, or of the arena.
 #[derive(Debug)]
-pub(super) enum Part {
+pub(super) enum SendPart {
     Scratch(Range<usize>),
     Arena(Segment),
 }
 
-impl Part {
+impl SendPart {
     fn len(&self) -> usize {
         match self {
             Self::Scratch(range) => range.len(),
@@ -173,7 +173,7 @@ impl Window {
         &self,
         socket: RawFd,
         scratch: &[u8],
-        parts: &[Part],
+        parts: &[SendPart],
         mut before: usize,
     ) -> io::Result<usize> {
         let mut list = Vec::with_capacity(parts.len());
@@ -181,8 +181,8 @@ impl Window {
             let skipped = before.min(part.len());
             before -= skipped;
             let start = match part {
-                Part::Scratch(range) => scratch[range.clone()].as_ptr().cast_mut(),
-                Part::Arena(segment) => self.at(*segment),
+                SendPart::Scratch(range) => scratch[range.clone()].as_ptr().cast_mut(),
+                SendPart::Arena(segment) => self.at(*segment),
             };
             if skipped < part.len() {
                 let start = start.wrapping_add(skipped);

@@ -15,8 +15,8 @@ use tokio::sync::mpsc;
 use super::channel_core::ChannelCore;
 use super::frame::{Frame, MAX_INLINED, PIECE, PieceHead, seal_header};
 use super::outgoing::{Kept, Outgoing, Piece, PieceForm};
-use super::stats::Counters;
-use super::window::{Part, Parted, Window};
+use super::stats::SocketCounters;
+use super::window::{Parted, SendPart, Window};
 use crate::lease::Segment;
 use crate::net::Sockets;
 use crate::session::Sealer;
@@ -30,7 +30,7 @@ pub(super) const AT_ONCE: u64 = MAX_INLINED + (4 << 10);
 #[derive(Debug)]
 pub(super) struct SendQueue {
     window: Window,
-    counters: Arc<Counters>,
+    counters: Arc<SocketCounters>,
     /// Owned by the tasks.
     sockets: Weak<Sockets>,
     stream: usize,
@@ -248,7 +248,7 @@ fn raw(header: Vec<u8>) -> Outgoing {
 pub(super) struct Gathered {
     /// Headers, heads, and sealed pieces.
     scratch: Vec<u8>,
-    parts: Vec<Part>,
+    parts: Vec<SendPart>,
     /// Bytes of the arena among the parts.
     arena: u64,
     kept: Vec<Kept>,
@@ -259,8 +259,8 @@ impl Gathered {
     fn add(&mut self, start: usize) {
         let end = self.scratch.len();
         match self.parts.last_mut() {
-            Some(Part::Scratch(range)) => range.end = end,
-            _ => self.parts.push(Part::Scratch(start..end)),
+            Some(SendPart::Scratch(range)) => range.end = end,
+            _ => self.parts.push(SendPart::Scratch(start..end)),
         }
     }
 
@@ -283,7 +283,7 @@ impl Gathered {
     fn piece(&mut self, piece: Segment, sum: u64, kept: Kept) {
         let len = piece.len as u32;
         self.own(&PieceHead { len, sum }.encode());
-        self.parts.push(Part::Arena(piece));
+        self.parts.push(SendPart::Arena(piece));
         self.arena += piece.len;
         if !matches!(kept, Kept::Already) {
             self.kept.push(kept);
@@ -321,8 +321,8 @@ impl Gathered {
         let mut bytes = Vec::with_capacity(self.len());
         for part in &self.parts {
             match part {
-                Part::Scratch(range) => bytes.extend_from_slice(&self.scratch[range.clone()]),
-                Part::Arena(segment) => window.append(*segment, &mut bytes),
+                SendPart::Scratch(range) => bytes.extend_from_slice(&self.scratch[range.clone()]),
+                SendPart::Arena(segment) => window.append(*segment, &mut bytes),
             }
         }
         bytes.split_off(before)

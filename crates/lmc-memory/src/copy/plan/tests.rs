@@ -27,9 +27,9 @@ fn plan(format: Format, table: &[u32], starts: &[u64], skip: u64) -> CopyPlan {
 }
 
 fn runs(plan: &CopyPlan) -> Vec<(u32, u64, u64, u64)> {
-    plan.ops
+    plan.runs
         .iter()
-        .map(|op| (op.segment, op.paged, op.chunk_offset, op.len))
+        .map(|run| (run.segment, run.paged, run.chunk_offset, run.len))
         .collect()
 }
 
@@ -58,7 +58,7 @@ fn skipped_blocks_are_left_out() {
     // The first block of the first chunk is skipped, in each of four planes.
     assert_eq!(plan.bytes(), 4 * 3 * BLOCK);
     assert_eq!(
-        (plan.ops[0].chunk_offset, plan.ops[0].paged),
+        (plan.runs[0].chunk_offset, plan.runs[0].paged),
         (BLOCK, BLOCK)
     );
     assert_eq!(
@@ -91,7 +91,7 @@ fn long_runs_are_cut_for_the_cores() {
     };
     let plan = CopyPlan::new(&engine.paged(64), &request).unwrap();
     assert_eq!(plan.bytes(), 8 << 20);
-    assert!(plan.ops.iter().all(|op| op.len == MAX_RUN));
+    assert!(plan.runs.iter().all(|run| run.len == MAX_RUN));
     assert_eq!(plan.copies(), 8);
 }
 

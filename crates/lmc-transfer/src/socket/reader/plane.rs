@@ -4,9 +4,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Gone, Outcome, RANGE_BYTES, Run, Source, StreamReader};
+use super::{FrameOutcome, Gone, PayloadSource, RANGE_BYTES, Run, StreamReader};
 use crate::lease::{Range, Segment};
-use crate::nixl::{BLOCK, Batch, Block, Part, Remote, Report, Sources, WriteError};
+use crate::nixl::{BLOCK, Block, NixlBatch, Remote, Report, Sources, TransferPart, WriteError};
 use crate::session::reason;
 use crate::socket::announcement::Announcement;
 use crate::socket::connection::{Arrival, Reply};
@@ -65,7 +65,9 @@ impl StreamReader {
     ) -> Result<(), Gone> {
         let (link, charge) = (self.link()?, self.admit(ranges.len())?);
         let Some(remote) = link.known() else {
-            self.stream().queue.push(self.answer(id, Outcome::NoPlane));
+            self.stream()
+                .queue
+                .push(self.answer(id, FrameOutcome::NoPlane));
             return Ok(());
         };
         let lens = ranges.iter().map(|range| range.len);
@@ -82,7 +84,7 @@ impl StreamReader {
         let (sources, runs) = match sources {
             Ok(resolved) => resolved,
             Err(outcome) => {
-                if outcome != Outcome::Withdrawn {
+                if outcome != FrameOutcome::Withdrawn {
                     self.core.counters.refused_requests.add(1);
                 }
                 self.stream().queue.push(self.answer(id, outcome));
@@ -91,12 +93,14 @@ impl StreamReader {
         };
         let unanswered = &self.stream().unanswered;
         let Some(stopped) = link.serve(id, unanswered, charge) else {
-            self.stream().queue.push(self.answer(id, Outcome::NoPlane));
+            self.stream()
+                .queue
+                .push(self.answer(id, FrameOutcome::NoPlane));
             return Ok(());
         };
         let mut there = offset;
         let part = |segment: &Segment| {
-            let part = Part {
+            let part = TransferPart {
                 local: segment.offset,
                 remote: there,
                 len: segment.len,
@@ -105,7 +109,7 @@ impl StreamReader {
             part
         };
         let segments = runs.iter().flat_map(|run| &run.segments);
-        let parts: Vec<Part> = segments.map(part).collect();
+        let parts: Vec<TransferPart> = segments.map(part).collect();
         let mut sums = Vec::new();
         if self.connection.remote.form == PieceForm::Summed {
             for segment in runs.iter().flat_map(|run| &run.segments) {
@@ -138,7 +142,7 @@ impl StreamReader {
         // The reader's limit passes first, and the reader says so.
         let limit = Duration::from_millis(millis).min(SERVE) + SLACK;
         let link = self.link()?;
-        link.plane.begin(Batch {
+        link.plane.begin(NixlBatch {
             connection: link.number,
             remote,
             parts,
@@ -238,16 +242,16 @@ impl StreamReader {
 }
 
 /// Pins the memory that a peer may read while NIXL moves it.
-fn pinned(runs: &[Run]) -> Result<Sources, Outcome> {
+fn pinned(runs: &[Run]) -> Result<Sources, FrameOutcome> {
     let (mut sources, mut number) = (Sources::default(), 0);
     for run in runs {
         match &run.source {
-            Source::Arena | Source::Write(_) => {}
-            Source::Lease { granted, .. } => {
-                let pin = granted.pin().ok_or(Outcome::NotLeased(number))?;
+            PayloadSource::Arena | PayloadSource::Write(_) => {}
+            PayloadSource::Lease { granted, .. } => {
+                let pin = granted.pin().ok_or(FrameOutcome::NotLeased(number))?;
                 sources.pins.push(pin);
             }
-            Source::Offer(slots) => sources.objects.push(Arc::clone(slots)),
+            PayloadSource::Offer(slots) => sources.objects.push(Arc::clone(slots)),
         }
         number += run.segments.len() as u32;
     }

@@ -227,7 +227,7 @@ fn a_late_write_lands_in_no_reused_slot() {
         "the pool gives out the same number"
     );
     raw.pay(&piece, checksum(&piece));
-    let outcome = Outcome::NotLeased(0);
+    let outcome = FrameOutcome::NotLeased(0);
     assert_eq!(raw.frame(), Frame::Answer { id: 1, outcome });
     assert!(reused.bytes().iter().all(|byte| *byte == 5), "it landed");
     assert_eq!(victim.channel.stats().discarded, 1);
@@ -265,7 +265,7 @@ fn an_offer_serves_its_objects_only() {
     for (id, wrong) in (0..).zip(wrong) {
         let ranges = vec![of_offer(0, 0, 1), wrong];
         raw.send(&Frame::Read { id, ranges });
-        let outcome = Outcome::NotLeased(1);
+        let outcome = FrameOutcome::NotLeased(1);
         assert_eq!(raw.frame(), Frame::Answer { id, outcome });
     }
     raw.send(&Frame::Write {
@@ -273,7 +273,7 @@ fn an_offer_serves_its_objects_only() {
         ranges: vec![of_offer(0, 0, 4)],
     });
     raw.pay(&[1; 4], checksum(&[1; 4]));
-    let outcome = Outcome::NotLeased(0);
+    let outcome = FrameOutcome::NotLeased(0);
     assert_eq!(raw.frame(), Frame::Answer { id: 9, outcome });
     drop(sending);
     drop((raw, secret));
@@ -364,7 +364,7 @@ fn an_early_error_does_not_hide_what_is_under_way() {
             let Frame::Write { id, .. } = raw.frame() else {
                 panic!("a write is next");
             };
-            let outcome = Outcome::Corrupt(0);
+            let outcome = FrameOutcome::Corrupt(0);
             raw.send(&Frame::Answer { id, outcome });
             writing.join().expect("a write does not panic")
         });

@@ -60,7 +60,7 @@ fn inlined_objects_are_received_at_once() {
             raw.pay(&bytes, checksum(&bytes));
         }
         check(&receiving(&victim, lens), 7);
-        let (done, outcome) = (2, Outcome::Done);
+        let (done, outcome) = (2, FrameOutcome::Done);
         assert_eq!(raw.frame(), Frame::Finish { id, done, outcome });
     }
     drop(raw);
@@ -90,7 +90,7 @@ fn inlined_objects_with_a_wrong_checksum_are_read_again() {
         raw.pay(&[8; 5], checksum(&[8; 5]));
         raw.pay(&[8; 3], checksum(&[8; 3]));
         check(&receiving.join().expect("no panic"), 8);
-        let (id, done, outcome) = (9, 2, Outcome::Done);
+        let (id, done, outcome) = (9, 2, FrameOutcome::Done);
         assert_eq!(raw.frame(), Frame::Finish { id, done, outcome });
     });
     assert_eq!(victim.channel.stats().corrupt, 1);
@@ -104,7 +104,7 @@ fn a_late_send_is_idle_once_the_peer_says_so() {
     let victim = Victim::new(|_| {});
     let mut raw = Raw::connect(&victim, 1);
     let to = name("raw");
-    let send = |raw: &mut Raw, finish: Option<(u64, Outcome)>| -> Sent {
+    let send = |raw: &mut Raw, finish: Option<(u64, FrameOutcome)>| -> Sent {
         thread::scope(|scope| {
             let object = vec![victim.object(6, 100)];
             let sending = scope.spawn(|| {
@@ -124,14 +124,14 @@ fn a_late_send_is_idle_once_the_peer_says_so() {
     assert_eq!((sent.error, sent.idle), (late(), false));
     assert_eq!(victim.pool.usage().slots, 0);
     // On a busy machine the peer may say so too late.
-    let mut answered = |done, outcome: Outcome| {
+    let mut answered = |done, outcome: FrameOutcome| {
         let answers = (0..50).map(|_| send(&mut raw, Some((done, outcome.clone()))));
         let mut in_time = answers.filter(|sent| sent.idle);
         in_time.next().expect("an answer in time")
     };
-    let withdrawn = answered(0, Outcome::Withdrawn);
+    let withdrawn = answered(0, FrameOutcome::Withdrawn);
     assert_eq!((withdrawn.done, withdrawn.error), (0, late()));
-    let received = answered(1, Outcome::Done);
+    let received = answered(1, FrameOutcome::Done);
     assert_eq!((received.done, received.error), (1, None));
     drop(raw);
     victim.ends();
@@ -146,7 +146,7 @@ fn an_offer_that_is_withdrawn_is_answered() {
         raw.send(&offer(id, vec![8]));
         raw.pay(&[3; 8], checksum(&[3; 8]));
         raw.send(&Frame::Withdraw { id });
-        let (done, outcome) = (0, Outcome::Withdrawn);
+        let (done, outcome) = (0, FrameOutcome::Withdrawn);
         assert_eq!(raw.frame(), Frame::Finish { id, done, outcome });
     }
     let slots = vec![victim.slot(1, 8)];
@@ -192,7 +192,7 @@ fn inlined_offers_are_bounded() {
     raw.send(&Frame::Finish {
         id: first,
         done: 0,
-        outcome: Outcome::Withdrawn,
+        outcome: FrameOutcome::Withdrawn,
     });
     victim.eventually("there is capacity", |_| {
         connection.inline_capacity.available_permits() == 1

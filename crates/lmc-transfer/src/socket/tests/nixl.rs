@@ -1,7 +1,7 @@
 //! A hand-made peer that keeps no rules of the other plane, with NIXL's real library.
 
 use super::*;
-use crate::nixl::{BLOCK, Batch, Part, Remote, Sources};
+use crate::nixl::{BLOCK, NixlBatch, Remote, Sources, TransferPart};
 use crate::socket::announcement::Announcement;
 use crate::{DataPlane, Keys, NixlConfig};
 
@@ -89,14 +89,14 @@ impl Memory {
         });
         let mut slot = self.1.reserve(bytes.len() as u64).expect("capacity");
         slot.bytes_mut().copy_from_slice(bytes);
-        let part = Part {
+        let part = TransferPart {
             local: slot.offset(),
             remote: offset,
             len: slot.len(),
         };
         let number = plane.next_number();
         let (done, is_done) = std::sync::mpsc::channel();
-        plane.begin(Batch {
+        plane.begin(NixlBatch {
             connection: number,
             remote,
             parts: vec![part],
@@ -182,7 +182,7 @@ fn metadata_that_nixl_refuses_leaves_the_sockets() {
                 (Frame::Unmoved { idle: true, .. }, false) if id == 1 => {}
                 (
                     Frame::Answer {
-                        outcome: Outcome::NoPlane,
+                        outcome: FrameOutcome::NoPlane,
                         ..
                     },
                     false,
@@ -245,7 +245,7 @@ fn rights_are_those_of_the_session() {
     other.lease += 1;
     for (id, range) in [(1, range_of(other, 0, LEN)), (2, range_of(index, len, LEN))] {
         raw.send(&fetch(id, range, 0));
-        let outcome = Outcome::NotLeased(0);
+        let outcome = FrameOutcome::NotLeased(0);
         assert_eq!(raw.frame(), Frame::Answer { id, outcome });
     }
     // What is leased is written to the peer, with its checksum.
@@ -345,8 +345,8 @@ fn answers_that_break_the_protocol_end_the_session() {
                 ..memory.announcement()
             })
         },
-        &|id| answer(id, Outcome::Done),
-        &|id| answer(id + 1, Outcome::NoPlane),
+        &|id| answer(id, FrameOutcome::Done),
+        &|id| answer(id + 1, FrameOutcome::NoPlane),
     ];
     for (incarnation, answer) in (1..).zip(answers) {
         let mut raw = known(&victim, &memory, incarnation);
@@ -491,7 +491,7 @@ fn a_read_goes_on_over_the_streams() {
         return;
     };
     let filled = reads(&victim, &mut raw, (2, 60_000), |raw, id, _| {
-        let outcome = Outcome::NoPlane;
+        let outcome = FrameOutcome::NoPlane;
         raw.send(&Frame::Answer { id, outcome });
         serve(raw, 2, 9);
     });
@@ -519,7 +519,7 @@ fn a_refusal_ends_a_read_on_either_plane() {
         return;
     };
     let filled = reads(&victim, &mut raw, (2, 60_000), |raw, id, _| {
-        let outcome = Outcome::NotLeased(1);
+        let outcome = FrameOutcome::NotLeased(1);
         raw.send(&Frame::Answer { id, outcome });
     });
     let error = Some(TransferError::NotLeased { object: 1 });
@@ -592,7 +592,7 @@ fn encrypted_objects_have_no_other_plane() {
         id: 1,
         ranges: vec![range(1 << 40, 1)],
     });
-    let outcome = Outcome::NotLeased(0);
+    let outcome = FrameOutcome::NotLeased(0);
     assert_eq!(raw.frame(), Frame::Answer { id: 1, outcome });
     assert!(!is_reached(&victim));
     raw.send(&Frame::Plane(Memory::new().announcement()));

@@ -102,7 +102,7 @@ fn frames_stay_whole_where_the_peer_takes_them_late() {
                 Frame::Write { id, ranges } => {
                     assert_eq!(ranges, [range(3 * 4096, 8)]);
                     writes += 1;
-                    let outcome = Outcome::Done;
+                    let outcome = FrameOutcome::Done;
                     raw.send(&Frame::Answer { id, outcome });
                     (6, 8)
                 }
@@ -174,7 +174,7 @@ fn a_payload_that_comes_short_wakes_its_receiver() {
             raw.stream.write_all(part).expect("sent");
         }
     }
-    let outcome = Outcome::Done;
+    let outcome = FrameOutcome::Done;
     assert_eq!(raw.frame(), Frame::Answer { id: 1, outcome });
     // Broken off, with little behind it.
     for (id, pieces) in [(2, 0), (3, 1), (4, 7), (5, 11)] {
@@ -190,7 +190,7 @@ fn a_payload_that_comes_short_wakes_its_receiver() {
         }
         let end = PieceHead { len: 0, sum: 0 };
         raw.stream.write_all(&end.encode()).expect("sent");
-        let outcome = Outcome::Aborted;
+        let outcome = FrameOutcome::Aborted;
         assert_eq!(raw.frame(), Frame::Answer { id, outcome });
     }
     // And with the connection.
