@@ -8,7 +8,7 @@ use axum::body::Body;
 use axum::http::Uri;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
-use lmc_vllm_adapter::{Copied, Service, Span, Step};
+use lmc_vllm_adapter::{Copied, Service, Span, SpanStep};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
@@ -187,7 +187,7 @@ fn span(span: &Span, id: u64) -> Value {
         text("gen_ai.request.model", &span.model),
     ];
     let name = match &span.step {
-        Step::Lookup {
+        SpanStep::Lookup {
             tokens,
             memory,
             lower,
@@ -210,17 +210,17 @@ fn span(span: &Span, id: u64) -> Value {
             attributes.extend(tier.as_ref().map(|tier| text("lmc.miss.tier", tier)));
             "lmc.lookup"
         }
-        Step::Store(copied) => {
+        SpanStep::Store(copied) => {
             attributes.extend(copied.map(copy).into_iter().flatten());
             "lmc.store"
         }
-        Step::Retrieve(copied) => {
+        SpanStep::Retrieve(copied) => {
             attributes.extend(copied.map(copy).into_iter().flatten());
             "lmc.retrieve"
         }
         _ => "lmc.step",
     };
-    let has_failed = matches!(span.step, Step::Store(None) | Step::Retrieve(None));
+    let has_failed = matches!(span.step, SpanStep::Store(None) | SpanStep::Retrieve(None));
     let mut value = json!({
         "traceId": format!("{trace:032x}"),
         "spanId": format!("{id:016x}"),
