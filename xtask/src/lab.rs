@@ -6,7 +6,7 @@ use std::fs;
 use anyhow::{Context, Result};
 
 use crate::bench::conditions;
-use crate::steps::{self, Done, Step, StepArgs, Steps};
+use crate::steps::{self, CommandStep, Done, StepArgs, Steps};
 use crate::{nixl, test, toolchain};
 
 /// The page that names the last run of the whole lab.
@@ -53,38 +53,38 @@ pub(crate) fn run(args: &LabArgs) -> Result<bool> {
 }
 
 /// The steps. The workspace is compiled once, with `features`, and once as users build it.
-fn lab(nextest: bool, features: &str) -> Vec<Step> {
+fn lab(nextest: bool, features: &str) -> Vec<CommandStep> {
     vec![
-        Step::new("deny", "cargo deny --locked check bans licenses sources")
+        CommandStep::new("deny", "cargo deny --locked check bans licenses sources")
             .needs("deny", "cargo install --locked cargo-deny"),
         test::clippy(features),
         test::docs(features),
-        Step::new("alone", "cargo xtask test-features"),
+        CommandStep::new("alone", "cargo xtask test-features"),
         test::tests(nextest, features).with(LAB, "1"),
-        Step::new("nixl", "cargo xtask test-nixl"),
-        Step::new("multinode", "cargo xtask test-multinode"),
+        CommandStep::new("nixl", "cargo xtask test-nixl"),
+        CommandStep::new("multinode", "cargo xtask test-multinode"),
         // Its namespaces are those of the step before.
-        Step::new(
+        CommandStep::new(
             "rdma",
             "cargo xtask test-rdma --level best --level tcp --level cma",
         ),
-        Step::new("ptx", "cargo xtask ptx --check"),
-        Step::new("gpu", "cargo xtask test-gpu"),
-        Step::new("remote", "cargo xtask test-remote"),
-        Step::new("alerts", "cargo xtask test-alerts"),
-        Step::new("page", "cargo xtask test-page"),
-        Step::new("book", "cargo xtask book"),
-        Step::new("python", "cargo xtask test-python"),
-        Step::new("interface", "cargo xtask test-interface"),
-        Step::new("fuzz", "cargo xtask fuzz --seconds 20"),
-        Step::new("build", "cargo xtask test-build"),
-        Step::new("crash-loop", "cargo xtask crash-loop --rounds 12"),
-        Step::new("cli", "cargo xtask test-cli"),
-        Step::new("wheel", "cargo xtask wheel"),
+        CommandStep::new("ptx", "cargo xtask ptx --check"),
+        CommandStep::new("gpu", "cargo xtask test-gpu"),
+        CommandStep::new("remote", "cargo xtask test-remote"),
+        CommandStep::new("alerts", "cargo xtask test-alerts"),
+        CommandStep::new("page", "cargo xtask test-page"),
+        CommandStep::new("book", "cargo xtask book"),
+        CommandStep::new("python", "cargo xtask test-python"),
+        CommandStep::new("interface", "cargo xtask test-interface"),
+        CommandStep::new("fuzz", "cargo xtask fuzz --seconds 20"),
+        CommandStep::new("build", "cargo xtask test-build"),
+        CommandStep::new("crash-loop", "cargo xtask crash-loop --rounds 12"),
+        CommandStep::new("cli", "cargo xtask test-cli"),
+        CommandStep::new("wheel", "cargo xtask wheel"),
         // Its program is that of the wheel.
-        Step::new("package", "cargo xtask package --check"),
-        Step::new("scheduler", "cargo xtask test-scheduler"),
-        Step::new("vllm", "cargo xtask test-vllm"),
+        CommandStep::new("package", "cargo xtask package --check"),
+        CommandStep::new("scheduler", "cargo xtask test-scheduler"),
+        CommandStep::new("vllm", "cargo xtask test-vllm"),
     ]
 }
 
@@ -161,8 +161,8 @@ mod tests {
     #[test]
     fn the_record_names_what_failed_and_why_something_was_skipped() {
         let mut steps = Steps::default();
-        steps.run(Step::new("docs", "false"), "1 of 2", false);
-        steps.skip(Step::new("deny", "cargo deny"), "no cargo-deny");
+        steps.run(CommandStep::new("docs", "false"), "1 of 2", false);
+        steps.skip(CommandStep::new("deny", "cargo deny"), "no cargo-deny");
         let page = page(&[("lmc", "abc".to_owned())], steps.done());
         for wanted in [
             "- lmc: abc\n",

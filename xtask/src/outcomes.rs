@@ -10,7 +10,7 @@ use crate::scripts::NotToBeHad;
 pub(crate) struct Wrong(pub(crate) String);
 
 /// Outcome of one part.
-pub(crate) enum Outcome {
+pub(crate) enum PartOutcome {
     /// The part passed; with a note.
     Passed(String),
     /// The machine cannot; why.
@@ -22,7 +22,7 @@ pub(crate) enum Outcome {
 /// Parts by their names.
 #[derive(Default)]
 pub(crate) struct Outcomes {
-    parts: Vec<(String, Outcome)>,
+    parts: Vec<(String, PartOutcome)>,
     /// True if a part that was asked for and cannot run is a failure.
     required: bool,
     /// True if only a [`Wrong`] result is a failure.
@@ -49,13 +49,13 @@ impl Outcomes {
     /// A part that ran.
     pub(crate) fn ran(&mut self, name: &str, outcome: Result<String, Error>) {
         let outcome = match outcome {
-            Ok(how) => Outcome::Passed(how),
+            Ok(how) => PartOutcome::Passed(how),
             Err(error) if self.lenient && !error.is::<Wrong>() => {
-                Outcome::Skipped(format!("not done: {error:#}"))
+                PartOutcome::Skipped(format!("not done: {error:#}"))
             }
             Err(error) => {
                 println!("FAILED: {error:#}");
-                Outcome::Failed(format!("{error:#}"))
+                PartOutcome::Failed(format!("{error:#}"))
             }
         };
         self.parts.push((name.to_owned(), outcome));
@@ -80,7 +80,7 @@ impl Outcomes {
 
     /// A part that could not.
     pub(crate) fn skip(&mut self, name: &str, why: &Error) {
-        let why = Outcome::Skipped(format!("{why:#}"));
+        let why = PartOutcome::Skipped(format!("{why:#}"));
         self.parts.push((name.to_owned(), why));
     }
 
@@ -91,15 +91,15 @@ impl Outcomes {
         let [mut passed, mut failed, mut skipped] = [0; 3];
         for (name, outcome) in &self.parts {
             match outcome {
-                Outcome::Passed(how) => {
+                PartOutcome::Passed(how) => {
                     passed += 1;
                     println!("ran {name}: {how}");
                 }
-                Outcome::Skipped(why) => {
+                PartOutcome::Skipped(why) => {
                     skipped += 1;
                     println!("SKIPPED {name}: {}", why.replace('\n', " "));
                 }
-                Outcome::Failed(why) => {
+                PartOutcome::Failed(why) => {
                     failed += 1;
                     println!("FAILED {name}: {why}");
                 }

@@ -42,7 +42,7 @@ impl StepArgs {
     ///
     /// # Errors
     /// There is no step of a name.
-    pub(crate) fn choose(&self, mut steps: Vec<Step>) -> Result<Vec<Step>> {
+    pub(crate) fn choose(&self, mut steps: Vec<CommandStep>) -> Result<Vec<CommandStep>> {
         let unknown = |wanted: &&String| !steps.iter().any(|step| step.name == **wanted);
         if let Some(unknown) = self.steps.iter().find(unknown) {
             let names: Vec<&str> = steps.iter().map(|step| step.name).collect();
@@ -59,7 +59,7 @@ impl StepArgs {
 }
 
 /// A command with a name.
-pub(crate) struct Step {
+pub(crate) struct CommandStep {
     pub(crate) name: &'static str,
     line: String,
     variables: Vec<(&'static str, &'static str)>,
@@ -68,7 +68,7 @@ pub(crate) struct Step {
     needs: Option<(&'static str, &'static str)>,
 }
 
-impl Step {
+impl CommandStep {
     /// A command as it would be typed; its words hold no spaces.
     pub(crate) fn new(name: &'static str, line: impl Into<String>) -> Self {
         Self {
@@ -143,7 +143,7 @@ fn words(line: &str) -> String {
 }
 
 /// Prints steps and their commands.
-pub(crate) fn list(steps: &[Step]) {
+pub(crate) fn list(steps: &[CommandStep]) {
     for step in steps {
         println!("{:<14} {}", step.name, step.typed());
     }
@@ -151,7 +151,7 @@ pub(crate) fn list(steps: &[Step]) {
 
 /// Result of a step.
 pub(crate) struct Done {
-    pub(crate) step: Step,
+    pub(crate) step: CommandStep,
     pub(crate) took: Duration,
     pub(crate) ok: bool,
     pub(crate) counts: Counts,
@@ -192,7 +192,7 @@ impl Steps {
 
     /// Runs steps one after the other. With `again`, a step that fails is run once more: what passes
     /// then is unstable, and the step has failed all the same.
-    pub(crate) fn run_all(&mut self, steps: Vec<Step>, again: bool) {
+    pub(crate) fn run_all(&mut self, steps: Vec<CommandStep>, again: bool) {
         let count = steps.len();
         for (index, step) in steps.into_iter().enumerate() {
             match step.lacks() {
@@ -203,7 +203,7 @@ impl Steps {
     }
 
     /// Counts a step that cannot run on this machine, and why.
-    pub(crate) fn skip(&mut self, step: Step, why: &str) {
+    pub(crate) fn skip(&mut self, step: CommandStep, why: &str) {
         println!("\nSKIPPED {}: {why}", step.name);
         let counts = Counts {
             skipped: 1,
@@ -227,7 +227,7 @@ impl Steps {
     }
 
     /// Runs a step, shows its output as it comes, and remembers what it found.
-    pub(crate) fn run(&mut self, step: Step, which: &str, again: bool) {
+    pub(crate) fn run(&mut self, step: CommandStep, which: &str, again: bool) {
         let (name, typed) = (step.name, step.typed());
         println!("\n==> {which}, {name}: {typed}");
         let started = Instant::now();
@@ -353,7 +353,7 @@ fn row(name: &str, took: Duration, budget: Option<Duration>, counts: Counts) {
 }
 
 /// Runs a step's command. Whether it ended well, and what it said.
-pub(crate) fn run_once(step: &Step) -> (bool, Reader) {
+pub(crate) fn run_once(step: &CommandStep) -> (bool, Reader) {
     // A report of an earlier run must not speak for this one.
     let _ = std::fs::remove_file(JUNIT);
     let mut found = Reader::default();
@@ -481,7 +481,7 @@ mod tests {
         );
         std::fs::write(&script, text).expect("a file");
         let mut steps = Steps::default();
-        let step = Step::new("tests", format!("sh {}", script.display()));
+        let step = CommandStep::new("tests", format!("sh {}", script.display()));
         steps.run(step, "1 of 1", true);
         let done = &steps.done()[0];
         assert!(!done.ok && !steps.finish());
@@ -494,7 +494,12 @@ mod tests {
 
     #[test]
     fn steps_are_chosen_by_name() {
-        let steps = || vec![Step::new("tidy", "true"), Step::new("docs", "true")];
+        let steps = || {
+            vec![
+                CommandStep::new("tidy", "true"),
+                CommandStep::new("docs", "true"),
+            ]
+        };
         let chosen = |names: &[&str]| {
             let steps_named = names.iter().map(ToString::to_string).collect();
             let args = StepArgs {
@@ -511,7 +516,8 @@ mod tests {
 
     #[test]
     fn a_step_is_shown_as_it_would_be_typed() {
-        let step = Step::new("docs", "cargo doc --no-deps").with("RUSTDOCFLAGS", "-Dwarnings");
+        let step =
+            CommandStep::new("docs", "cargo doc --no-deps").with("RUSTDOCFLAGS", "-Dwarnings");
         assert_eq!(step.typed(), "RUSTDOCFLAGS=-Dwarnings cargo doc --no-deps");
     }
 }

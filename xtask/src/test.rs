@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Result, ensure};
 
-use crate::steps::{self, Step, StepArgs, Steps};
+use crate::steps::{self, CommandStep, StepArgs, Steps};
 use crate::{repeat, slow, toolchain};
 
 /// Run the gate: it takes minutes, and needs no privileges, and no network once crates are fetched
@@ -24,18 +24,18 @@ pub(crate) struct TestArgs {
 pub(crate) const TARGETS: &str = "--lib --bins --tests";
 
 /// The steps. Their budgets are those of a fresh clone on two cores.
-fn gate(nextest: bool) -> Vec<Step> {
+fn gate(nextest: bool) -> Vec<CommandStep> {
     vec![
-        Step::new("format", "cargo fmt --all --check")
+        CommandStep::new("format", "cargo fmt --all --check")
             .needs("fmt", "rustup component add rustfmt")
             .within(5),
-        Step::new("tidy", "cargo xtask tidy").within(5),
+        CommandStep::new("tidy", "cargo xtask tidy").within(5),
         clippy("").within(100),
         // What ships: the tests turn on features of its libraries that it does without.
-        Step::new("default", "cargo check --locked --package lmc-server").within(40),
+        CommandStep::new("default", "cargo check --locked --package lmc-server").within(40),
         docs("").within(25),
         tests(nextest, "").within(290),
-        Step::new(
+        CommandStep::new(
             "doc-examples",
             "cargo test --locked --workspace --doc --no-fail-fast",
         )
@@ -44,19 +44,19 @@ fn gate(nextest: bool) -> Vec<Step> {
 }
 
 /// The lints of all code, with these flags of cargo.
-pub(crate) fn clippy(flags: &str) -> Step {
+pub(crate) fn clippy(flags: &str) -> CommandStep {
     let line = format!("cargo clippy --locked --workspace {flags} --all-targets");
     let step = match toolchain::denies_warnings() {
-        true => Step::new("clippy", format!("{line} -- -D warnings")),
-        false => Step::new("clippy", line),
+        true => CommandStep::new("clippy", format!("{line} -- -D warnings")),
+        false => CommandStep::new("clippy", line),
     };
     step.needs("clippy", "rustup component add clippy")
 }
 
 /// The documentation of the workspace, with these flags of cargo.
-pub(crate) fn docs(flags: &str) -> Step {
+pub(crate) fn docs(flags: &str) -> CommandStep {
     let line = format!("cargo doc --locked --workspace {flags} --no-deps");
-    let step = Step::new("docs", line);
+    let step = CommandStep::new("docs", line);
     match toolchain::denies_warnings() {
         true => step.with("RUSTDOCFLAGS", "-Dwarnings"),
         false => step,
@@ -65,7 +65,7 @@ pub(crate) fn docs(flags: &str) -> Step {
 
 /// The tests of the workspace, with these flags of cargo; twice as many at a time as there are
 /// cores, because most of them wait.
-pub(crate) fn tests(nextest: bool, flags: &str) -> Step {
+pub(crate) fn tests(nextest: bool, flags: &str) -> CommandStep {
     let flags = format!("--locked --workspace {flags} {TARGETS}");
     let threads = 2 * std::thread::available_parallelism().map_or(1, NonZero::get);
     let line = match nextest {
@@ -75,7 +75,7 @@ pub(crate) fn tests(nextest: bool, flags: &str) -> Step {
             format!("cargo test {flags} --no-fail-fast -- --show-output --test-threads {threads}")
         }
     };
-    Step::new("tests", line)
+    CommandStep::new("tests", line)
 }
 
 /// Returns true if nextest is installed, which is quicker and kills a test that hangs.

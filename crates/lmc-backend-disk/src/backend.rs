@@ -14,8 +14,8 @@ use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 
 use crate::TIER;
-use crate::batch::Batch;
-use crate::counters::{Counters, DiskStats};
+use crate::batch::AnswerBatch;
+use crate::counters::{DiskCounters, DiskStats};
 use crate::drive::Drive;
 use crate::drive_set::{DriveSet, missing_text};
 use crate::format::blocks;
@@ -36,7 +36,7 @@ pub struct DiskBackend {
     unreachable: Vec<Unreachable>,
     /// Segments with such chunks. Segments at the end of the list are dropped once their chunks are gone.
     unreachable_segments: Mutex<Vec<UnreachableSegment>>,
-    counters: Counters,
+    counters: DiskCounters,
     timer: Timer,
     /// Handle of the chunks of each drive.
     handles: Vec<Handle>,
@@ -56,7 +56,7 @@ impl DiskBackend {
             set,
             unreachable: Vec::new(),
             unreachable_segments: Mutex::default(),
-            counters: Counters::default(),
+            counters: DiskCounters::default(),
             timer: Timer::start()?,
         })
     }
@@ -184,7 +184,7 @@ impl DiskBackend {
             let unavailable = |item| failed(BackendError::Unavailable(out.clone()), item);
             return ready(items.into_iter().map(unavailable).collect::<Vec<_>>());
         }
-        let batch = Batch::new(items.len());
+        let batch = AnswerBatch::new(items.len());
         let mut on = Vec::with_capacity(items.len());
         for (index, item) in items.into_iter().enumerate() {
             if begun >= deadline {
@@ -222,7 +222,7 @@ impl DiskBackend {
     ) -> Answers<'_, Result<Stored, BackendError>> {
         let begun = Instant::now();
         self.probe();
-        let batch = Batch::new(items.len());
+        let batch = AnswerBatch::new(items.len());
         let mut on = Vec::with_capacity(items.len());
         for (index, item) in items.into_iter().enumerate() {
             let (drive, refusal) = match (self.find(&item.key), self.home(&item.key)) {
@@ -270,7 +270,7 @@ impl DiskBackend {
         }
         // Every drive is asked: a drive that was out may have an older copy.
         let count = self.drives.len();
-        let batch = Batch::new(keys.len() * count);
+        let batch = AnswerBatch::new(keys.len() * count);
         for (index, key) in keys.iter().enumerate() {
             for (number, drive) in self.drives.iter().enumerate() {
                 drive.remove(key, (Arc::clone(&batch), index * count + number));
@@ -297,7 +297,7 @@ impl DiskBackend {
             return Err(BackendError::Closed);
         }
         self.set.reach(&clears);
-        let batch = Batch::new(self.drives.len());
+        let batch = AnswerBatch::new(self.drives.len());
         // Including drives that are out, because they may return.
         let on =
             |(number, drive): (usize, &Drive)| drive.clear(&clears, (Arc::clone(&batch), number));
@@ -434,7 +434,7 @@ impl Backend for DiskBackend {
 
     fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
         Box::pin(async move {
-            let batch = Batch::new(self.drives.len());
+            let batch = AnswerBatch::new(self.drives.len());
             for number in 0..self.drives.len() {
                 let (drives, ended) = (Arc::clone(&self.drives), Arc::clone(&batch));
                 // Stopping waits for the drive, so it runs on a thread of its own.

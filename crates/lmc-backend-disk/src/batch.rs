@@ -16,14 +16,14 @@ use crate::timer::{Expire, Timer};
 
 /// The answers of one batch. Any thread may add one.
 #[derive(Debug)]
-pub(crate) struct Batch<T> {
-    state: Mutex<State<T>>,
+pub(crate) struct AnswerBatch<T> {
+    state: Mutex<PendingAnswers<T>>,
     /// True once no caller waits for the answers any more.
     abandoned: Arc<AtomicBool>,
 }
 
 #[derive(Debug)]
-struct State<T> {
+struct PendingAnswers<T> {
     /// Answers that were not yielded yet.
     ready: VecDeque<(usize, T)>,
     /// True for each key without an answer.
@@ -32,10 +32,10 @@ struct State<T> {
     waker: Option<Waker>,
 }
 
-impl<T: Send + 'static> Batch<T> {
+impl<T: Send + 'static> AnswerBatch<T> {
     pub(crate) fn new(len: usize) -> Arc<Self> {
         Arc::new(Self {
-            state: Mutex::new(State {
+            state: Mutex::new(PendingAnswers {
                 ready: VecDeque::new(),
                 missing: vec![true; len],
                 expired: false,
@@ -109,7 +109,7 @@ impl<T: Send + 'static> Batch<T> {
 
 /// The stream of a batch's answers.
 struct Answering<'a, T: Send + 'static, F> {
-    batch: Arc<Batch<T>>,
+    batch: Arc<AnswerBatch<T>>,
     timer: &'a Timer,
     deadline: Instant,
     watched: bool,
@@ -162,7 +162,7 @@ impl<T: Send + 'static, F> Drop for Answering<'_, T, F> {
     }
 }
 
-impl<T: Send> Expire for Batch<T> {
+impl<T: Send> Expire for AnswerBatch<T> {
     fn expire(&self) {
         let waker = self.state.lock().waker.take();
         if let Some(waker) = waker {

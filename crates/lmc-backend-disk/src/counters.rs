@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
         #[derive(Debug, Default)]
-        pub(crate) struct Counters { $(pub(crate) $name: AtomicU64),* }
+        pub(crate) struct DiskCounters { $(pub(crate) $name: AtomicU64),* }
 
         /// Counters of a disk tier since it was opened.
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         #[non_exhaustive]
         pub struct DiskStats { $($(#[$doc])* pub $name: u64),* }
 
-        impl Counters {
+        impl DiskCounters {
             pub(crate) fn read(&self) -> DiskStats {
                 DiskStats { $($name: self.$name.load(Ordering::Relaxed)),* }
             }

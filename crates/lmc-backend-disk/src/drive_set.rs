@@ -8,7 +8,7 @@ use lmc_backend::{Clears, TooManyClears};
 use parking_lot::Mutex;
 use tracing::warn;
 
-use crate::batch::Batch;
+use crate::batch::AnswerBatch;
 use crate::drive::Drive;
 use crate::error::DiskError;
 use crate::format::FormatError;
@@ -66,7 +66,7 @@ impl DriveSet {
         for (drive, path) in drives.iter().zip(paths) {
             if drive.clears() != clears {
                 // Until this is durable, the next start finds the same state and does the same.
-                let chunks = drive.clear(&clears, (Batch::new(1), 0));
+                let chunks = drive.clear(&clears, (AnswerBatch::new(1), 0));
                 if chunks > 0 {
                     warn!(
                         path = %path.display(),

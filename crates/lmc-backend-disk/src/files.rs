@@ -5,7 +5,7 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use crate::log::segment_name;
-use crate::volume::{AlignedBuf, Buf, FileId, Kind, Op, Volume};
+use crate::volume::{AlignedBuf, Buf, FileId, Kind, Volume, VolumeOp};
 
 /// Name of the drive's header file, by which lmc recognises a drive.
 pub(crate) const HEADER_NAME: &str = "drive";
@@ -67,7 +67,7 @@ pub(crate) fn wait_for(
     buf: Option<AlignedBuf>,
 ) -> io::Result<()> {
     let (sender, receiver) = mpsc::channel();
-    volume.carry_out(Op {
+    volume.carry_out(VolumeOp {
         kind,
         file,
         offset,

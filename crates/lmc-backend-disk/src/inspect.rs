@@ -7,7 +7,7 @@ use lmc_backend::{BackendError, FailedSlot, LoadItem, Loaded, StoreItem, Stored}
 use lmc_memory::Pool;
 
 use crate::DiskBackend;
-use crate::batch::Batch;
+use crate::batch::AnswerBatch;
 use crate::drive::Drive;
 use crate::format::PutRecord;
 use crate::set::{SET_NAME, SetRecord};
@@ -130,7 +130,7 @@ impl DiskBackend {
             return Move::Stayed;
         };
         // Read from this drive: another drive may have other bytes under the same key.
-        let batch = Batch::new(1);
+        let batch = AnswerBatch::new(1);
         let item = LoadItem::new(put.key, slot);
         drive.load(item, (Arc::clone(&batch), 0));
         let late = || Loaded::Failed {
@@ -144,7 +144,7 @@ impl DiskBackend {
             _ => return Move::Stayed,
         };
         let item = StoreItem::new(put.key, slot.seal());
-        let batch = Batch::new(1);
+        let batch = AnswerBatch::new(1);
         drive.relocate(item, put.payload_sum, (Arc::clone(&batch), 0));
         let late = || Err(BackendError::Deadline);
         let (answers, _) = batch.all(self.timer(), deadline, late).await;

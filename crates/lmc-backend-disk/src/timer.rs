@@ -16,18 +16,18 @@ pub(crate) trait Expire: Send + Sync {
 }
 
 pub(crate) struct Timer {
-    shared: Arc<Shared>,
+    shared: Arc<DeadlineQueue>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
+struct DeadlineQueue {
+    state: Mutex<Deadlines>,
     wake: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct Deadlines {
     /// Watched operations by deadline; the number distinguishes operations with the same deadline.
     watched: BTreeMap<(Instant, u64), Weak<dyn Expire>>,
     number: u64,
@@ -42,7 +42,7 @@ impl fmt::Debug for Timer {
 
 impl Timer {
     pub(crate) fn start() -> io::Result<Self> {
-        let shared = Arc::<Shared>::default();
+        let shared = Arc::<DeadlineQueue>::default();
         let for_thread = Arc::clone(&shared);
         let thread = thread::Builder::new()
             .name("lmc-disk-timer".to_owned())
@@ -93,7 +93,7 @@ pub(crate) fn join_before<T>(thread: JoinHandle<T>, deadline: Instant) -> Option
     thread.join().ok()
 }
 
-fn run(shared: &Shared) {
+fn run(shared: &DeadlineQueue) {
     let mut state = shared.state.lock();
     while !state.stopped {
         let Some(first) = state.watched.first_entry() else {

@@ -20,13 +20,13 @@ use crate::{
 /// Nothing is evicted; without a capacity the map grows without bound.
 #[derive(Debug, Default)]
 pub struct MemoryBackend {
-    state: Mutex<State>,
+    state: Mutex<ChunkMap>,
     capacity: Option<u64>,
     is_shared: bool,
 }
 
 #[derive(Clone, Debug, Default)]
-struct State {
+struct ChunkMap {
     chunks: BTreeMap<ChunkKey, Chunk>,
     /// Keys by arrival number: the order of listings.
     arrivals: BTreeMap<u128, ChunkKey>,
@@ -44,7 +44,7 @@ struct Chunk {
     bytes: Box<[u8]>,
 }
 
-impl State {
+impl ChunkMap {
     fn take(&mut self, key: &ChunkKey) -> bool {
         let Some(chunk) = self.chunks.remove(key) else {
             return false;
@@ -74,7 +74,7 @@ impl MemoryBackend {
         }
     }
 
-    fn locate_one(&self, state: &State, key: &ChunkKey) -> Result<Located, BackendError> {
+    fn locate_one(&self, state: &ChunkMap, key: &ChunkKey) -> Result<Located, BackendError> {
         if state.closed {
             return Err(BackendError::Closed);
         }

@@ -12,10 +12,10 @@ const WINDOW: f64 = (256u64 << 20) as f64;
 /// Bytes read, and the time during which at least one read was in progress. Estimates of
 /// [`Location::cost`](crate::Location::cost) are computed from them.
 #[derive(Debug)]
-pub struct ReadRate(Mutex<State>);
+pub struct ReadRate(Mutex<ReadMeter>);
 
 #[derive(Debug)]
-struct State {
+struct ReadMeter {
     bytes: f64,
     nanos: f64,
     under_way: u32,
@@ -25,7 +25,7 @@ struct State {
 impl Default for ReadRate {
     fn default() -> Self {
         let bytes = WINDOW / 16.0;
-        Self(Mutex::new(State {
+        Self(Mutex::new(ReadMeter {
             bytes,
             nanos: bytes * ASSUMED_NANOS_PER_BYTE,
             under_way: 0,

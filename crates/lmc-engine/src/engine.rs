@@ -30,7 +30,7 @@ use crate::demand::{Demand, DemandCurve};
 use crate::engine::host::EngineHost;
 use crate::events::{Lives, Relay};
 use crate::ghosts::Ghosts;
-use crate::lower::{LowerStatus, LowerTiers, Moment, Offer, Tiers};
+use crate::lower::{LowerStatus, LowerTiers, Offer, OfferReason, Tiers};
 use crate::policy::{LowerTier, WritePolicy};
 use crate::pushed::PushedChunks;
 use crate::request::Rank;
@@ -368,7 +368,7 @@ impl CacheEngine {
             slot: slot.clone(),
         };
         let offers: Vec<Offer> = found.map(offer).collect();
-        lower.tiers().offer(&offers, Moment::Found);
+        lower.tiers().offer(&offers, OfferReason::Found);
         leases
     }
 
@@ -576,7 +576,7 @@ impl CacheEngine {
         };
         // Blocked, so that these leases do not keep a chunk from a clear.
         let _held = tiers.block_removal();
-        let (inserted, leases) = tiers.commit_and_offer(WRITER, writes, Moment::Computed);
+        let (inserted, leases) = tiers.commit_and_offer(WRITER, writes, OfferReason::Computed);
         drop(leases);
         inserted
     }

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::clears::ClearLog;
 use crate::histogram::Distribution;
-use crate::lower::{Moment, Offer, Tiers};
+use crate::lower::{Offer, OfferReason, Tiers};
 use crate::pushed::PushedChunks;
 
 /// Upper bound of each bucket in seconds: from thrashing to a week.
@@ -142,7 +142,7 @@ impl LocalSink for Relay {
                 origin: event.origin,
                 slot: event.slot.clone(),
             };
-            lower.offer(&[offer], Moment::Leaving);
+            lower.offer(&[offer], OfferReason::Leaving);
         }
         let change = match event.cause {
             Removal::Removed => Change::Removed,

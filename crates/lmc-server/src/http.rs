@@ -34,7 +34,7 @@ use tower_http::compression::CompressionLayer;
 use crate::config::policy_name;
 use crate::drain::Drain;
 use crate::metrics;
-use crate::reload::{Outcome, Reload};
+use crate::reload::{Reload, SettingChanges};
 use crate::text::error_text;
 use access::LiveAccess;
 use connections::Bounds;
@@ -153,7 +153,7 @@ impl Http {
     }
 }
 
-type Shared = State<Arc<Http>>;
+type HttpState = State<Arc<Http>>;
 
 /// Answers until `stopped` turns true.
 pub async fn serve(socket: TcpListener, http: Http, stopped: watch::Receiver<bool>) {
@@ -214,7 +214,7 @@ fn state_of<'a>(
 
 /// Refuses requests of other sites' pages and changes by other users, before any work is done for them.
 async fn guarded(
-    State(http): Shared,
+    State(http): HttpState,
     Extension(user): Extension<ConnectionUser>,
     mut request: Request,
     next: Next,
@@ -281,10 +281,10 @@ pub(crate) fn condition(status: &ServiceStatus) -> &'static str {
 }
 
 /// Reads the settings again.
-async fn reload(State(http): Shared) -> Response {
+async fn reload(State(http): HttpState) -> Response {
     let read = tokio::task::spawn_blocking(move || http.reload.now()).await;
     match read {
-        Ok(Ok(Outcome { changed, restart })) => {
+        Ok(Ok(SettingChanges { changed, restart })) => {
             Json(json!({"changed": changed, "restart": restart})).into_response()
         }
         Ok(Err(error)) => refusal(StatusCode::BAD_REQUEST, error_text(&error)),
@@ -292,7 +292,7 @@ async fn reload(State(http): Shared) -> Response {
     }
 }
 
-async fn begin_drain(State(http): Shared) -> Response {
+async fn begin_drain(State(http): HttpState) -> Response {
     let drain = http.drain.clone();
     // It reads the state of the service, which may wait for locks.
     match tokio::task::spawn_blocking(move || drain.begin()).await {
@@ -301,7 +301,7 @@ async fn begin_drain(State(http): Shared) -> Response {
     }
 }
 
-async fn cancel_drain(State(http): Shared) -> Response {
+async fn cancel_drain(State(http): HttpState) -> Response {
     let drain = http.drain.clone();
     match tokio::task::spawn_blocking(move || drain.cancel()).await {
         Ok(()) => drained(State(http)).await,
@@ -310,7 +310,7 @@ async fn cancel_drain(State(http): Shared) -> Response {
 }
 
 /// Answers with the progress of a drain.
-async fn drained(State(http): Shared) -> Response {
+async fn drained(State(http): HttpState) -> Response {
     match http.probe.status().await {
         Ok(status) => Json(http.drain.state(&status)).into_response(),
         Err(reason) => refusal(StatusCode::SERVICE_UNAVAILABLE, reason),
@@ -323,7 +323,7 @@ async fn alive() -> Response {
 }
 
 /// Answers 200 while engines are served and new engines may connect.
-async fn ready(State(http): Shared) -> Response {
+async fn ready(State(http): HttpState) -> Response {
     match served(&http).await {
         Ok(status) if status.is_draining => not_served(("draining", DRAINING.to_owned())),
         Ok(_) => Json(json!({"status": "ready"})).into_response(),
@@ -344,7 +344,7 @@ fn not_served((status, reason): (&'static str, String)) -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, Json(body)).into_response()
 }
 
-async fn health(State(http): Shared, Extension(user): Extension<ConnectionUser>) -> Response {
+async fn health(State(http): HttpState, Extension(user): Extension<ConnectionUser>) -> Response {
     match served(&http).await {
         Ok(status) => {
             let mut body = json!({"status": condition(&status)});
@@ -358,7 +358,7 @@ async fn health(State(http): Shared, Extension(user): Extension<ConnectionUser>)
     }
 }
 
-async fn metrics_page(State(http): Shared) -> Response {
+async fn metrics_page(State(http): HttpState) -> Response {
     match http.probe.status().await {
         Ok(status) => {
             let directory = http.directory.as_ref().map(|host| host.status());

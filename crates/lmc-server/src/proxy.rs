@@ -41,7 +41,7 @@ use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 
 use self::body::{Begun, HadAtEnd, Relayed};
-use self::counters::{Counters, Prefill};
+use self::counters::{Prefill, ProxyCounters};
 use self::engines::{Chosen, Engine, EngineUrl, Engines, InFlight};
 use self::warm::PromptBlocks;
 use crate::config::{LogFormat, check_level};
@@ -148,7 +148,7 @@ struct Proxy {
     copies: usize,
     /// Prefills under way, which may outlive the answers to their clients.
     prefills: TaskTracker,
-    counters: Counters,
+    counters: ProxyCounters,
     /// Checks the host names of requests; `None` if the proxy listens for other hosts, which may know it by
     /// any name.
     guard: Option<Guard>,
@@ -297,7 +297,7 @@ fn router(proxy: Arc<Proxy>) -> Router {
 }
 
 /// Refuses requests of other sites' pages.
-async fn guarded(State(proxy): Shared, request: Request, next: Next) -> Response {
+async fn guarded(State(proxy): ProxyState, request: Request, next: Next) -> Response {
     let checked = match &proxy.guard {
         Some(guard) => guard.check_page(&request),
         None => check_site(request.headers()),
@@ -314,17 +314,17 @@ fn refusal(code: StatusCode, text: impl Into<String>) -> Response {
     (code, axum::Json(json!({"error": error}))).into_response()
 }
 
-type Shared = State<Arc<Proxy>>;
+type ProxyState = State<Arc<Proxy>>;
 
-async fn completions(State(proxy): Shared, request: Request) -> Response {
+async fn completions(State(proxy): ProxyState, request: Request) -> Response {
     proxy.answer("/v1/completions", request).await
 }
 
-async fn chat(State(proxy): Shared, request: Request) -> Response {
+async fn chat(State(proxy): ProxyState, request: Request) -> Response {
     proxy.answer("/v1/chat/completions", request).await
 }
 
-async fn models(State(proxy): Shared, request: Request) -> Response {
+async fn models(State(proxy): ProxyState, request: Request) -> Response {
     let asked = ClientRequest {
         path: "/v1/models",
         headers: forwarded(request.headers()),
@@ -335,14 +335,14 @@ async fn models(State(proxy): Shared, request: Request) -> Response {
     proxy.decode(&Method::GET, &asked, Bytes::new(), None).await
 }
 
-async fn health(State(proxy): Shared) -> Response {
+async fn health(State(proxy): ProxyState) -> Response {
     match proxy.decode.any_is_up(Instant::now()) {
         true => "ok\n".into_response(),
         false => refusal(StatusCode::SERVICE_UNAVAILABLE, "no decode engine answers"),
     }
 }
 
-async fn metrics_page(State(proxy): Shared) -> Response {
+async fn metrics_page(State(proxy): ProxyState) -> Response {
     let text = counters::page(&proxy.counters, &proxy.prefill, &proxy.decode);
     ([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response()
 }
@@ -415,7 +415,7 @@ impl Proxy {
                 ([], _) => 4,
                 _ => 5,
             },
-            counters: Counters::default(),
+            counters: ProxyCounters::default(),
             guard: (arguments.listen.ip().is_loopback())
                 .then(|| Guard::without_names("use --listen with an address other than loopback")),
         }

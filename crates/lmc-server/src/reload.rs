@@ -40,7 +40,7 @@ pub struct Reload {
 
 /// Names of the settings that differ from the settings in effect.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct Outcome {
+pub(crate) struct SettingChanges {
     /// In effect now.
     pub(crate) changed: Vec<&'static str>,
     /// In effect after a restart.
@@ -103,7 +103,7 @@ impl Reload {
     ///
     /// # Errors
     /// An error of the settings or of a file that they name. No setting has then changed.
-    pub(crate) fn now(&self) -> Result<Outcome> {
+    pub(crate) fn now(&self) -> Result<SettingChanges> {
         let (quotas_before, kept) = &mut *self.quotas.lock();
         let mut loaded = Loaded::clone(&self.loaded());
         let read = (self.read)()?;
@@ -113,7 +113,7 @@ impl Reload {
         for warning in &read.warnings {
             warn!("{warning}");
         }
-        let mut outcome = Outcome::default();
+        let mut changes = SettingChanges::default();
         for new in read.entries {
             let mut entries = loaded.entries.iter_mut();
             let Some(old) = entries.find(|old| old.info.name == new.info.name) else {
@@ -122,16 +122,16 @@ impl Reload {
             match LIVE.contains(&new.info.name) {
                 _ if old.raw == new.raw => {}
                 true => {
-                    outcome.changed.push(new.info.name);
+                    changes.changed.push(new.info.name);
                     *old = new;
                 }
-                false => outcome.restart.push(new.info.name),
+                false => changes.restart.push(new.info.name),
             }
         }
         let config = &mut loaded.config;
         let has_tier = |name: &&str| TIER_SETTINGS.iter().any(|of| name.starts_with(of));
-        if config.tiers != read.config.tiers && !outcome.restart.iter().any(has_tier) {
-            outcome.restart.push(TIERS);
+        if config.tiers != read.config.tiers && !changes.restart.iter().any(has_tier) {
+            changes.restart.push(TIERS);
         }
         config.log_level = read.config.log_level;
         config.request_log = read.config.request_log;
@@ -140,20 +140,20 @@ impl Reload {
         log::set_level(&config.log_level);
         self.access.set(access);
         self.service.set_request_log(config.request_log);
-        let has_quota = outcome.changed.iter().any(|name| name.starts_with("quota"));
+        let has_quota = changes.changed.iter().any(|name| name.starts_with("quota"));
         if quotas != *quotas_before && !has_quota {
-            outcome.changed.push(QUOTA_FILE);
+            changes.changed.push(QUOTA_FILE);
         }
         *self.loaded.write() = Arc::new(loaded);
         quotas::set(&quotas, quotas_before, &self.service, &self.digests);
         kept.follow(&quotas);
         *quotas_before = quotas;
-        info!("settings read again: {outcome}");
-        Ok(outcome)
+        info!("settings read again: {changes}");
+        Ok(changes)
     }
 }
 
-impl fmt::Display for Outcome {
+impl fmt::Display for SettingChanges {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.changed.is_empty() {
             true => f.write_str("nothing changed")?,

@@ -8,7 +8,7 @@ use axum::body::Body;
 use axum::http::Uri;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
-use lmc_vllm_adapter::{Copied, Service, Span, Step};
+use lmc_vllm_adapter::{Copied, Service, Span, SpanStep};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::{sleep, timeout};
@@ -188,7 +188,7 @@ fn span(span: &Span, id: u64) -> Value {
     ];
     let mut has_failed = false;
     let name = match &span.step {
-        Step::Lookup {
+        SpanStep::Lookup {
             tokens,
             memory,
             lower,
@@ -211,12 +211,12 @@ fn span(span: &Span, id: u64) -> Value {
             attributes.extend(tier.as_ref().map(|tier| text("lmc.miss.tier", tier)));
             "lmc.lookup"
         }
-        Step::Store(copied) => {
+        SpanStep::Store(copied) => {
             has_failed = copied.has_failed;
             attributes.extend(copy(*copied));
             "lmc.store"
         }
-        Step::Retrieve(copied) => {
+        SpanStep::Retrieve(copied) => {
             has_failed = copied.has_failed;
             attributes.extend(copy(*copied));
             "lmc.retrieve"

@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 use tracing::warn;
 
 use self::descriptors::keep_descriptors;
-use crate::config::{Entry, Raw, ServeConfig, Source, mask_password_of};
+use crate::config::{Entry, Raw, ServeConfig, SettingOrigin, mask_password_of};
 use crate::limits;
 use crate::state::write_private;
 use crate::stdout::outln;
@@ -374,7 +374,7 @@ pub(crate) fn settings(entries: &[Entry]) -> Vec<(String, Raw)> {
     ];
     let is_default = |(name, _): &(&str, &str)| {
         let entry = entries.iter().find(|entry| entry.info.name == *name);
-        entry.is_some_and(|entry| entry.source == Source::Default)
+        entry.is_some_and(|entry| entry.source == SettingOrigin::Default)
     };
     let open = settings.into_iter().filter(is_default);
     open.map(|(name, value)| (name.to_owned(), Raw::Text(value.to_owned())))

@@ -75,7 +75,7 @@ mod transport;
 
 pub use client::{Client, ClientError, encode_request_frames};
 pub use local::{LOCAL_ADDRESS, LOCAL_SOCKET, check_private, user_folder};
-pub use peer::Peer;
+pub use peer::ClientSocket;
 pub use protocol::{
     BlockAllocation, CacheKey, ConfigValue, CpuShm, Cuda, DecodeError, DescriptorError,
     EngineDrivenContext, EngineGroup, EngineRecord, GpuEvent, IdentityDigest, IpcHandle,
@@ -87,7 +87,7 @@ pub use protocol::{
 pub use service::{
     ClientId, Copied, EventLogStatus, HeldStatus, InspectError, InstanceStatus, Notice,
     OperationCounts, RequestLog, Service, ServiceConfig, ServiceCounts, ServiceError,
-    ServiceStatus, SessionStatus, SpaceStatus, Span, Step, TransferStatus, TransportCounts,
+    ServiceStatus, SessionStatus, SpaceStatus, Span, SpanStep, TransferStatus, TransportCounts,
     UsageStatus, WeakService,
 };
 #[cfg(feature = "service")]

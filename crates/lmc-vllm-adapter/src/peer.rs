@@ -2,17 +2,17 @@
 
 use std::fmt;
 
-/// The other end of a connection.
+/// The client's socket of a connection.
 ///
-/// User and inode are `None` where the kernel does not show it: a peer on another host
+/// User and inode are `None` where the kernel does not show them: the client is on another host
 /// or in another network namespace.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Peer {
-    /// Address of the other end, for logs.
+pub struct ClientSocket {
+    /// Address of the socket, for logs.
     pub address: String,
-    /// User that owns the other end's socket.
+    /// User that owns the socket.
     pub uid: Option<u32>,
-    /// Inode of the other end's socket, which `/proc/PID/fd` shows for each process that holds it.
+    /// Inode of the socket, which `/proc/PID/fd` shows for each process that holds it.
     pub inode: Option<u64>,
     /// True for a Unix socket, over which descriptors can be passed.
     pub takes_descriptors: bool,

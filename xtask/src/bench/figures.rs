@@ -61,7 +61,7 @@ impl Figures {
     pub(crate) fn ratio(&self, name: &str) -> Option<f64> {
         let (_, unit) = self.order.iter().find(|(known, _)| known == name)?;
         let ours = self.median(Kind::Lmc, name)?;
-        let theirs = self.median(Kind::Peer, name)?;
+        let theirs = self.median(Kind::Baseline, name)?;
         let ratio = if unit.more_is_better() {
             ours / theirs
         } else {
@@ -71,8 +71,9 @@ impl Figures {
     }
 
     /// Rows of a Markdown table.
-    pub(crate) fn markdown(&self, peer: &str) -> String {
-        let mut text = format!("| what | lmc | {peer} | lmc is better by |\n|---|---|---|---|\n");
+    pub(crate) fn markdown(&self, baseline: &str) -> String {
+        let mut text =
+            format!("| what | lmc | {baseline} | lmc is better by |\n|---|---|---|---|\n");
         for (name, unit) in &self.order {
             let shown = |kind| {
                 let value = self.median(kind, name);
@@ -84,7 +85,7 @@ impl Figures {
                 Some(ratio) if ratio < 10.0 => format!("{ratio:.2}×"),
                 Some(ratio) => format!("{ratio:.0}×"),
             };
-            let (ours, theirs) = (shown(Kind::Lmc), shown(Kind::Peer));
+            let (ours, theirs) = (shown(Kind::Lmc), shown(Kind::Baseline));
             let _ = writeln!(text, "| {name} | {ours} | {theirs} | {ratio} |");
         }
         text
@@ -97,9 +98,9 @@ impl Figures {
                 "name": name,
                 "unit": format!("{unit:?}"),
                 "lmc": of(Kind::Lmc),
-                "lmcache": of(Kind::Peer),
+                "lmcache": of(Kind::Baseline),
                 "lmc_median": self.median(Kind::Lmc, name),
-                "lmcache_median": self.median(Kind::Peer, name),
+                "lmcache_median": self.median(Kind::Baseline, name),
                 "ratio": self.ratio(name),
             })
         });
@@ -148,9 +149,9 @@ mod tests {
         let mut figures = Figures::default();
         for (ours, theirs) in [(1.0, 9.0), (2.0, 10.0), (3.0, 100.0)] {
             figures.add(Kind::Lmc, "time", Unit::Seconds, ours);
-            figures.add(Kind::Peer, "time", Unit::Seconds, theirs);
+            figures.add(Kind::Baseline, "time", Unit::Seconds, theirs);
             figures.add(Kind::Lmc, "rate", Unit::PerSecond, ours);
-            figures.add(Kind::Peer, "rate", Unit::PerSecond, theirs);
+            figures.add(Kind::Baseline, "rate", Unit::PerSecond, theirs);
         }
         figures.add(Kind::Lmc, "alone", Unit::Bytes, 128.0);
         assert_eq!(figures.ratio("time"), Some(5.0));

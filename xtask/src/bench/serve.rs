@@ -12,7 +12,7 @@ use anyhow::{Context, Result, ensure};
 use serde_json::{Value, json};
 
 use super::figures::{Figures, Unit};
-use super::server::{Kind, Peer, Programs, Server};
+use super::server::{Baseline, Kind, Programs, Server};
 use super::{ceiling, conditions, metrics};
 
 const JSON: &str = "docs/benchmarks/serve.json";
@@ -58,19 +58,19 @@ pub(crate) struct ServeArgs {
 
 pub(crate) fn run(options: &ServeArgs) -> Result<bool> {
     let lmc = crate::vllm::build_server()?.to_string_lossy().into_owned();
-    let peer = match (&options.before, &options.lmcache) {
-        (Some(program), _) => Peer::Earlier(program.clone()),
-        (None, Some(program)) => Peer::LmCache(program.clone()),
-        (None, None) => Peer::LmCache(format!("{}/bin/lmcache", crate::vllm::environment()?)),
+    let baseline = match (&options.before, &options.lmcache) {
+        (Some(program), _) => Baseline::Earlier(program.clone()),
+        (None, Some(program)) => Baseline::LmCache(program.clone()),
+        (None, None) => Baseline::LmCache(format!("{}/bin/lmcache", crate::vllm::environment()?)),
     };
-    let conditions = match &peer {
-        Peer::LmCache(program) => conditions::list(program),
-        Peer::Earlier(_) => conditions::machine(),
+    let conditions = match &baseline {
+        Baseline::LmCache(program) => conditions::list(program),
+        Baseline::Earlier(_) => conditions::machine(),
     };
     for (what, value) in &conditions {
         eprintln!("{what}: {value}");
     }
-    let programs = Programs { lmc, peer };
+    let programs = Programs { lmc, baseline };
     let mut figures = Figures::default();
     let mut all_well = true;
     for round in 1..=options.rounds {
@@ -114,7 +114,12 @@ pub(crate) fn run(options: &ServeArgs) -> Result<bool> {
     for (name, unit, value) in &ceilings {
         figures.add(Kind::Lmc, &format!("ceiling: {name}"), *unit, *value);
     }
-    let text = page(&conditions, &figures, options.rounds, programs.peer.name());
+    let text = page(
+        &conditions,
+        &figures,
+        options.rounds,
+        programs.baseline.name(),
+    );
     println!("{text}");
     if !options.dry_run && options.before.is_none() {
         let value = json!({
@@ -298,14 +303,14 @@ fn grouped(number: u64) -> String {
     text
 }
 
-fn page(conditions: &[(&str, String)], figures: &Figures, rounds: u32, peer: &str) -> String {
+fn page(conditions: &[(&str, String)], figures: &Figures, rounds: u32, baseline: &str) -> String {
     let mut text = format!(
-        "## lmc serve against {peer}\n\n`cargo xtask bench serve`: medians of \
+        "## lmc serve against {baseline}\n\n`cargo xtask bench serve`: medians of \
          {rounds} round(s), both servers in turn in each, with the same load from `lmc bench`; all \
          figures are in [serve.json](benchmarks/serve.json).\n\n"
     );
     text.push_str(&conditions::lines(conditions));
-    let _ = writeln!(text, "\n{}", figures.markdown(peer));
+    let _ = writeln!(text, "\n{}", figures.markdown(baseline));
     text.push_str(
         "A lookup is timed from LOOKUP until QUERY_PREFETCH_STATUS has answered with the number of chunks.\n\
          GB/s are the bytes of completed operations divided by the time that clients spent in them, \

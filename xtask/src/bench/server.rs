@@ -14,22 +14,22 @@ use crate::{ports, shown};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
     Lmc,
-    Peer,
+    Baseline,
 }
 
 impl Kind {
-    pub(crate) const BOTH: [Self; 2] = [Self::Lmc, Self::Peer];
+    pub(crate) const BOTH: [Self; 2] = [Self::Lmc, Self::Baseline];
 }
 
 /// The server that lmc is compared with, and the path of its program.
 #[derive(Debug, Clone)]
-pub(crate) enum Peer {
+pub(crate) enum Baseline {
     LmCache(String),
     /// An lmc of an earlier commit.
     Earlier(String),
 }
 
-impl Peer {
+impl Baseline {
     pub(crate) fn name(&self) -> &'static str {
         match self {
             Self::LmCache(_) => "LMCache",
@@ -42,14 +42,14 @@ impl Peer {
 #[derive(Debug, Clone)]
 pub(crate) struct Programs {
     pub(crate) lmc: String,
-    pub(crate) peer: Peer,
+    pub(crate) baseline: Baseline,
 }
 
 impl Programs {
     pub(crate) fn name(&self, kind: Kind) -> &'static str {
         match kind {
             Kind::Lmc => "lmc",
-            Kind::Peer => self.peer.name(),
+            Kind::Baseline => self.baseline.name(),
         }
     }
 }
@@ -80,18 +80,18 @@ impl Server {
         flags: &[&str],
     ) -> Result<Self> {
         let (port, http) = (ports::free()?, ports::free()?);
-        let mut command = match (kind, &programs.peer) {
+        let mut command = match (kind, &programs.baseline) {
             (Kind::Lmc, _) => {
                 let mut command = Command::new(&programs.lmc);
                 command.arg("serve");
                 command
             }
-            (Kind::Peer, Peer::Earlier(program)) => {
+            (Kind::Baseline, Baseline::Earlier(program)) => {
                 let mut command = Command::new(program);
                 command.arg("serve");
                 command
             }
-            (Kind::Peer, Peer::LmCache(program)) => {
+            (Kind::Baseline, Baseline::LmCache(program)) => {
                 let mut command = Command::new(program);
                 command.arg("server");
                 command.args(["--eviction-policy", "LRU", "--no-l1-use-lazy"]);

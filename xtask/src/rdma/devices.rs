@@ -38,8 +38,8 @@ impl Port {
     }
 
     /// Reads all counters of the device.
-    pub(crate) fn counters(&self) -> Counters {
-        let mut counters = Counters::default();
+    pub(crate) fn counters(&self) -> PortCounters {
+        let mut counters = PortCounters::default();
         for kind in ["counters", "hw_counters"] {
             for name in names(&self.folder().join(kind)) {
                 let path = self.folder().join(kind).join(&name);
@@ -59,9 +59,9 @@ impl Port {
 
 /// Counters of a port by their names in sysfs.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Counters(pub(crate) BTreeMap<String, u64>);
+pub(crate) struct PortCounters(pub(crate) BTreeMap<String, u64>);
 
-impl Counters {
+impl PortCounters {
     /// Returns by how much a counter moved; 0 where there is none of that name.
     fn moved(&self, before: &Self, name: &str) -> u64 {
         let at = |counters: &Self| counters.0.get(name).copied().unwrap_or_default();
@@ -146,8 +146,8 @@ fn text(path: &Path) -> String {
 mod tests {
     use super::*;
 
-    fn counters(pairs: &[(&str, u64)]) -> Counters {
-        Counters(
+    fn counters(pairs: &[(&str, u64)]) -> PortCounters {
+        PortCounters(
             pairs
                 .iter()
                 .map(|&(name, value)| (name.to_owned(), value))

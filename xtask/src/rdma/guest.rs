@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::devices::Counters;
+use super::devices::PortCounters;
 use crate::janitor::Janitor;
 use crate::two_sides::{Report, Suite, within};
 use crate::ucx::{self, Nixl};
@@ -73,8 +73,8 @@ pub(crate) struct Guest {
 #[derive(Default)]
 pub(crate) struct GuestOutput {
     pub(crate) report: Report,
-    pub(crate) before: Counters,
-    pub(crate) after: Counters,
+    pub(crate) before: PortCounters,
+    pub(crate) after: PortCounters,
     /// Lines of UCX's log.
     pub(crate) ucx: String,
     pub(crate) suite: Suite,

@@ -20,7 +20,7 @@ use parking_lot::Mutex;
 use tracing::{info, warn};
 
 use crate::TIER;
-use crate::counters::{Counters, count};
+use crate::counters::{DiskCounters, count};
 use crate::format::{Location, PutRecord, blocks};
 
 /// Failures in a row after which a drive is out or unwritable.
@@ -111,7 +111,7 @@ impl Condition {
     }
 
     /// Records a change of the drive's files by another program, or the end of one.
-    pub(super) fn looked_at_files(&self, changed: Option<&str>, counters: &Counters) {
+    pub(super) fn looked_at_files(&self, changed: Option<&str>, counters: &DiskCounters) {
         let mut faults = self.faults.lock();
         match (&faults.files, changed) {
             (None, Some(reason)) => {
@@ -145,7 +145,7 @@ impl Condition {
     }
 
     /// Records that the log cannot be written.
-    pub(super) fn log_failed(&self, error: &io::Error, counters: &Counters) {
+    pub(super) fn log_failed(&self, error: &io::Error, counters: &DiskCounters) {
         count(&counters.write_errors, 1);
         let reason = format!("the index log cannot be written: {error}");
         // For a drive that is out because of its files, a warning was already logged.
@@ -229,7 +229,7 @@ impl Condition {
     }
 
     /// Counts a read that failed or was late, and takes the drive out after several in a row.
-    pub(super) fn read_counts_as_failed(&self, what: &str, counters: &Counters) {
+    pub(super) fn read_counts_as_failed(&self, what: &str, counters: &DiskCounters) {
         let mut faults = self.faults.lock();
         faults.reads += 1;
         if faults.reads >= FAILURES && faults.out.is_none() {

@@ -10,10 +10,10 @@ use parking_lot::Mutex;
 
 use super::probes::HealthProbes;
 use super::state::DriveCore;
-use crate::batch::Batch;
+use crate::batch::AnswerBatch;
 use crate::counters::count;
 use crate::format::{ChunkHeader, PutRecord, blocks, payload_sum};
-use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op, Part, is_abandoned};
+use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, SlotPart, VolumeOp, is_abandoned};
 
 /// Least bytes of a part of a payload. Parts are read concurrently. One thread receives their completions and
 /// sums each part while others are being read, so a drive delivers at most what that thread can sum.
@@ -26,7 +26,7 @@ const PART: u64 = BLOCK;
 const PARTS: u64 = 4;
 
 /// A caller that waits for a chunk: its batch, and the index in it.
-type Waiter = (Arc<Batch<Loaded>>, usize);
+type Waiter = (Arc<AnswerBatch<Loaded>>, usize);
 
 /// The reads of a chunk.
 struct Reading {
@@ -82,7 +82,7 @@ impl Reading {
             let sum = payload_sum(slot.bytes_mut());
             return Some((slot, sum));
         }
-        let parts: Vec<Part> = parts
+        let parts: Vec<SlotPart> = parts
             .into_iter()
             .map_while(|part| match part {
                 Some(Buf::Into(part)) => Some(part),
@@ -93,7 +93,7 @@ impl Reading {
             (Some(last), true) => sum.end(last.bytes()),
             _ => 0,
         };
-        Some((Part::join(parts)?, sum))
+        Some((SlotPart::join(parts)?, sum))
     }
 }
 
@@ -155,7 +155,10 @@ impl ChunkReader {
         let direct = slot.padded_len() >= len && slot.offset().is_multiple_of(BLOCK);
         let (parts, slot) = match direct {
             // The last part has at least one whole block, padding not counted.
-            true => (Part::split(slot, (found.len / PART).clamp(1, PARTS)), None),
+            true => (
+                SlotPart::split(slot, (found.len / PART).clamp(1, PARTS)),
+                None,
+            ),
             false => (Vec::new(), Some(slot)),
         };
         let mut parts: Vec<Buf> = parts.into_iter().map(Buf::Into).collect();
@@ -174,7 +177,7 @@ impl ChunkReader {
         let op = |offset, len, buf, part: Option<usize>| {
             let (reading, this) = (Arc::clone(&reading), Arc::clone(self));
             let (batch, waiter) = (&waiter.0, waiter.clone());
-            Op {
+            VolumeOp {
                 kind: Kind::Read,
                 file: file.id,
                 offset,
@@ -276,8 +279,8 @@ mod tests {
     use super::*;
     use crate::sim::pool;
 
-    fn reading(slot: ReservedSlot, parts: u64) -> (Reading, Vec<Part>) {
-        let parts = Part::split(slot, parts);
+    fn reading(slot: ReservedSlot, parts: u64) -> (Reading, Vec<SlotPart>) {
+        let parts = SlotPart::split(slot, parts);
         let reading = Reading {
             left: 1 + parts.len(),
             header: None,
@@ -298,7 +301,7 @@ mod tests {
             let mut slot = pool.reserve(bytes.len() as u64).unwrap();
             slot.bytes_mut().copy_from_slice(&bytes);
             let (mut reading, parts) = reading(slot, 4);
-            let mut parts: Vec<Option<Part>> = parts.into_iter().map(Some).collect();
+            let mut parts: Vec<Option<SlotPart>> = parts.into_iter().map(Some).collect();
             for number in order {
                 let buf = parts[number].take().map(Buf::Into);
                 let result = Ok(());

@@ -34,14 +34,14 @@ use self::probes::HealthProbes;
 use self::space::SegmentSpace;
 use self::space_thread::SpaceThread;
 use self::state::{
-    ChangeWaiter, DriveCore, DriveState, Growth, Queue, SegmentFile, Stop, StoreWaiter, Writing,
+    ChangeWaiter, DriveCore, DriveState, Growth, LogQueue, SegmentFile, Stop, StoreWaiter, Writing,
 };
 use self::store::ChunkWriter;
 use self::watch::FileWatch;
-use crate::batch::Batch;
+use crate::batch::AnswerBatch;
 use crate::claim::Claim;
 use crate::clears_file;
-use crate::counters::{Counters, count};
+use crate::counters::{DiskCounters, count};
 use crate::files::{HEADER_NAME, open_segment, read_file, replace_file};
 use crate::format::{DriveHeader, PutRecord, Record};
 use crate::id::hex;
@@ -75,7 +75,7 @@ impl Drive {
         claim: Option<Claim>,
     ) -> io::Result<Self> {
         let mut index = recovered.index;
-        let mut queue = Queue::default();
+        let mut queue = LogQueue::default();
         let clears = clears_file::read(&*volume)?;
         let noted = clears.as_ref().map(Clears::id);
         let clears = clears.unwrap_or_default();
@@ -115,7 +115,7 @@ impl Drive {
                 segments_made: made.len() as u64,
             }),
             work: Condvar::new(),
-            counters: Counters::default(),
+            counters: DiskCounters::default(),
             condition: Condition::default(),
             volume,
             claim,
@@ -309,7 +309,7 @@ impl Drive {
     }
 
     /// Starts to read a chunk; `waiter` gets the outcome.
-    pub(crate) fn load(&self, item: LoadItem, waiter: (Arc<Batch<Loaded>>, usize)) {
+    pub(crate) fn load(&self, item: LoadItem, waiter: (Arc<AnswerBatch<Loaded>>, usize)) {
         self.reader.load(item, waiter);
     }
 

@@ -8,7 +8,7 @@ use super::health::Broken;
 use super::state::DriveCore;
 use crate::counters::count;
 use crate::format::{DriveHeader, Location, PutRecord, blocks};
-use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, Op};
+use crate::volume::{AlignedBuf, BLOCK, Buf, FileId, Kind, VolumeOp};
 
 /// Returns true if a read failed because of its location, not because of a lack of memory or the like.
 fn is_about_a_location(error: &io::Error) -> bool {
@@ -59,7 +59,7 @@ impl HealthProbes {
         };
         let core = Arc::clone(&self.core);
         let len = (1 + blocks(found.len)) * BLOCK;
-        self.core.volume.submit(vec![Op {
+        self.core.volume.submit(vec![VolumeOp {
             kind: Kind::Read,
             file: file.id,
             offset: u64::from(found.location.block) * BLOCK,
@@ -78,7 +78,7 @@ impl HealthProbes {
     /// Reads the drive's first block, and passes on whether that works.
     fn look(self: &Arc<Self>, then: impl FnOnce(&Arc<Self>, bool) + Send + 'static) {
         let this = Arc::clone(self);
-        self.core.volume.submit(vec![Op {
+        self.core.volume.submit(vec![VolumeOp {
             kind: Kind::Read,
             file: self.header_file,
             offset: 0,
@@ -146,7 +146,7 @@ impl HealthProbes {
     fn write_again(self: &Arc<Self>, kind: Kind, broken: Broken, file: FileId) {
         let this = Arc::clone(self);
         let len = broken.payload * BLOCK;
-        self.core.volume.submit(vec![Op {
+        self.core.volume.submit(vec![VolumeOp {
             kind,
             file,
             offset: u64::from(broken.location.block + 1) * BLOCK,

@@ -11,9 +11,9 @@ use lmc_key::ChunkKey;
 use parking_lot::{Condvar, Mutex};
 
 use super::health::Condition;
-use crate::batch::Batch;
+use crate::batch::AnswerBatch;
 use crate::claim::Claim;
-use crate::counters::Counters;
+use crate::counters::DiskCounters;
 use crate::files::wait_for;
 use crate::format::{DriveHeader, PutRecord, Record};
 use crate::index::Index;
@@ -65,9 +65,9 @@ impl SegmentFile {
 }
 
 /// A caller that waits for a chunk to be durable: its batch, and the index in the batch.
-pub(super) type StoreWaiter = (Arc<Batch<Result<Stored, BackendError>>>, usize);
+pub(super) type StoreWaiter = (Arc<AnswerBatch<Result<Stored, BackendError>>>, usize);
 /// A caller that waits for a change to be durable: its batch, and the index in the batch.
-pub(super) type ChangeWaiter = (Arc<Batch<Option<bool>>>, usize);
+pub(super) type ChangeWaiter = (Arc<AnswerBatch<Option<bool>>>, usize);
 
 /// A chunk that is being written.
 #[derive(Debug, Default)]
@@ -82,7 +82,7 @@ pub(super) struct Writing {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Queue {
+pub(super) struct LogQueue {
     /// Changes to log, in order, with the chunks to make durable before.
     pub(super) changes: Vec<LogChange>,
     /// Chunks that the unlogged changes remove.
@@ -107,7 +107,7 @@ impl Gone {
     }
 }
 
-impl Queue {
+impl LogQueue {
     pub(super) fn push(&mut self, record: Record, waiter: Option<(ChangeWaiter, bool)>) {
         match record {
             Record::Remove { key } => drop(self.gone.keys.insert(key)),
@@ -170,7 +170,7 @@ pub(super) struct DriveState {
     /// The open file of each segment.
     pub(super) files: Vec<Option<SegmentFile>>,
     pub(super) writing: HashMap<ChunkKey, Writing>,
-    pub(super) queue: Queue,
+    pub(super) queue: LogQueue,
     pub(super) growth: Growth,
     pub(super) closed: bool,
     /// Number of segment files that exist.
@@ -189,7 +189,7 @@ pub(super) struct DriveCore {
     pub(super) state: Mutex<DriveState>,
     /// Wakes the log's thread: the queue has changes, or the drive is to stop.
     pub(super) work: Condvar,
-    pub(super) counters: Counters,
+    pub(super) counters: DiskCounters,
     pub(super) condition: Condition,
     /// Keeps other processes away from the folder until the drive and its threads are gone.
     pub(super) claim: Option<Claim>,

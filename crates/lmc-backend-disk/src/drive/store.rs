@@ -16,7 +16,7 @@ use crate::counters::count;
 use crate::files::again;
 use crate::format::{ChunkHeader, PutRecord, blocks};
 use crate::index::Extent;
-use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, Op};
+use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, VolumeOp};
 
 /// The two writes of a chunk.
 struct Writes {
@@ -212,7 +212,7 @@ impl ChunkWriter {
         }));
         let write = |offset, len, buf| {
             let (writes, this) = (Arc::clone(&writes), Arc::clone(self));
-            self.core.volume.submit(vec![Op {
+            self.core.volume.submit(vec![VolumeOp {
                 kind: Kind::Write,
                 file: file.id,
                 offset,

@@ -18,7 +18,7 @@ use super::crash_tests::{
 };
 use super::{Fault, SimVolume};
 use crate::backend::DiskBackend;
-use crate::batch::Batch;
+use crate::batch::AnswerBatch;
 use crate::config::open_drive;
 use crate::drive::DriveSettings;
 use crate::volume::{BLOCK, Kind, Volume};
@@ -331,7 +331,7 @@ fn a_drive_that_was_out_and_could_not_be_logged_to_comes_back() {
     }
     let drive = &tier.drives()[0];
     assert!(matches!(drive.health(), Health::Down { .. }));
-    drive.remove(&test_key(0), (Batch::new(1), 0));
+    drive.remove(&test_key(0), (AnswerBatch::new(1), 0));
     thread::sleep(Duration::from_millis(20));
     volume.thaw();
     // No request looks at the drive while the log's thread finds that it works again.

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use lmc_backend::conformance::Rng;
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::volume::{BLOCK, Buf, Done, FileId, Kind, Op, Volume, abandoned_error};
+use crate::volume::{BLOCK, Buf, Done, FileId, Kind, Volume, VolumeOp, abandoned_error};
 
 /// The part of a write that survives a crash.
 const SECTOR: usize = 512;
@@ -79,7 +79,7 @@ struct State {
     /// Events until the machine is dead: then nothing is written and nothing is answered well.
     crash_after: Option<u64>,
     faults: Vec<(&'static str, Kind, Fault)>,
-    stalled: Vec<Op>,
+    stalled: Vec<VolumeOp>,
     capacity: u64,
     /// The least that was ever left of it.
     least_free: Option<u64>,
@@ -127,7 +127,7 @@ impl State {
     }
 
     /// Fault that an operation meets.
-    fn fault(&self, op: &Op) -> Option<Fault> {
+    fn fault(&self, op: &VolumeOp) -> Option<Fault> {
         // A durable write is both, and fails as either does.
         let parts: &[Kind] = match op.kind {
             Kind::WriteDurably => &[Kind::WriteDurably, Kind::Write, Kind::Sync],
@@ -149,7 +149,7 @@ impl State {
         self.capacity.saturating_sub(taken.sum::<usize>() as u64)
     }
 
-    fn carry_out(&mut self, op: &mut Op) -> io::Result<()> {
+    fn carry_out(&mut self, op: &mut VolumeOp) -> io::Result<()> {
         match self.fault(op) {
             Some(Fault::ErrorIfLong(_)) if op.len <= BLOCK => {}
             Some(Fault::Error(code) | Fault::ErrorIfLong(code)) => {
@@ -302,7 +302,7 @@ impl SimVolume {
             state.faults.clear();
             std::mem::take(&mut state.stalled)
         };
-        for Op { buf, done, .. } in stalled {
+        for VolumeOp { buf, done, .. } in stalled {
             let result = Err(io::Error::from_raw_os_error(code));
             done(Done { buf, result });
         }
@@ -347,7 +347,7 @@ impl SimVolume {
     /// Ends the stalled operations that no caller waits for any more, as a real volume does, and
     /// injects no more faults.
     pub(crate) fn end_abandoned(&self) {
-        let abandoned: Vec<Op> = {
+        let abandoned: Vec<VolumeOp> = {
             let mut state = self.state.lock();
             state.faults.clear();
             state
@@ -355,7 +355,7 @@ impl SimVolume {
                 .extract_if(.., |op| op.is_abandoned())
                 .collect()
         };
-        for Op { buf, done, .. } in abandoned {
+        for VolumeOp { buf, done, .. } in abandoned {
             let result = Err(abandoned_error());
             done(Done { buf, result });
         }
@@ -490,7 +490,7 @@ impl Volume for SimVolume {
         Ok(self.state.lock().free())
     }
 
-    fn submit(&self, mut ops: Vec<Op>) {
+    fn submit(&self, mut ops: Vec<VolumeOp>) {
         // They may end in any order.
         if let Some(last) = ops.len().checked_sub(1) {
             let turn = self.state.lock().next_turn() as usize;
@@ -508,7 +508,7 @@ impl Volume for SimVolume {
                 }
                 state.carry_out(&mut op)
             };
-            let Op { buf, done, .. } = op;
+            let VolumeOp { buf, done, .. } = op;
             done(Done { buf, result });
         }
     }
@@ -521,7 +521,7 @@ impl Volume for SimVolume {
         let stalled = std::mem::take(&mut self.state.lock().stalled);
         for op in stalled {
             let result = Err(io::Error::other("stopped"));
-            let Op { buf, done, .. } = op;
+            let VolumeOp { buf, done, .. } = op;
             done(Done { buf, result });
         }
     }

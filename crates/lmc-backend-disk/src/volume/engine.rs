@@ -29,7 +29,8 @@ pub enum DiskIo {
 
 /// Moves the bytes of tasks on threads of its own.
 pub(super) trait Engine: fmt::Debug + Send + Sync {
-    /// Starts tasks. Each task is ended on a thread of the engine, or, after the stop, by [`end_aside`].
+    /// Starts tasks. Each task is ended on a thread of the engine, or, after the stop, by
+    /// [`end_on_new_thread`].
     fn submit(&self, tasks: Vec<Task>);
 
     /// Announces that no more tasks of this file will come.
@@ -45,9 +46,9 @@ pub(super) trait Engine: fmt::Debug + Send + Sync {
     fn stop(&self);
 }
 
-/// Ends tasks that came after the stop, on a thread of its own: a submitter may hold locks that the callbacks
+/// Ends tasks that came after the stop, on a new thread: a submitter may hold locks that the callbacks
 /// take.
-pub(super) fn end_aside(tasks: Vec<Task>) {
+pub(super) fn end_on_new_thread(tasks: Vec<Task>) {
     if tasks.is_empty() {
         return;
     }
@@ -63,7 +64,7 @@ pub(super) fn end_aside(tasks: Vec<Task>) {
 
 /// Threads that can be joined with a deadline.
 #[derive(Debug, Default)]
-pub(super) struct Crew {
+pub(super) struct ThreadGroup {
     left: Arc<(Mutex<usize>, Condvar)>,
     handles: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -78,7 +79,7 @@ impl Drop for CountOut {
     }
 }
 
-impl Crew {
+impl ThreadGroup {
     pub(super) fn spawn(
         &self,
         name: String,

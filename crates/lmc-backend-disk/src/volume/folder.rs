@@ -18,7 +18,7 @@ use super::engine::Engine;
 use super::task::{OpenFile, Task, stopped};
 use super::threads::{self, Threads};
 use super::uring::Uring;
-use super::{AlignedBuf, BLOCK, FileId, Op, Volume, difference, system};
+use super::{AlignedBuf, BLOCK, FileId, Volume, VolumeOp, difference, system};
 use crate::DiskIo;
 
 /// Prefix of the names of files that test direct I/O; a killed process may leave them.
@@ -352,7 +352,7 @@ impl Volume for FolderVolume {
         system::free_bytes(&self.path)
     }
 
-    fn submit(&self, ops: Vec<Op>) {
+    fn submit(&self, ops: Vec<VolumeOp>) {
         if ops.is_empty() {
             return;
         }
@@ -368,7 +368,7 @@ impl Volume for FolderVolume {
         self.engine.submit(tasks);
     }
 
-    fn carry_out(&self, op: Op) {
+    fn carry_out(&self, op: VolumeOp) {
         let file = self.files.lock().get(&op.file).cloned();
         let task = Task::new(op, file);
         match self.stopped.load(Ordering::Acquire) {

@@ -1,8 +1,8 @@
 //! A drive as the tier uses it: a flat folder of files, with asynchronous reads and writes.
 //!
 //! [`Volume`] is the interface that a real folder, a crashing device and a faulty device implement. Names and
-//! sizes change by blocking calls, which are rare. Bytes are moved by [`Op`]s, which end on a thread of the
-//! volume's own.
+//! sizes change by blocking calls, which are rare. Bytes are moved by [`VolumeOp`]s, which end on a thread of
+//! the volume's own.
 
 mod aligned;
 pub(crate) use aligned::AlignedBuf;
@@ -12,7 +12,7 @@ mod fixed_files;
 mod folder;
 pub(crate) use folder::{FolderConfig, FolderVolume, PROBE};
 mod part;
-pub(crate) use part::Part;
+pub(crate) use part::SlotPart;
 mod pool_buffers;
 mod system;
 pub(crate) use system::{Medium, NO_SIZE, difference, free_bytes, medium};
@@ -45,7 +45,7 @@ pub(crate) enum Buf {
     Own(AlignedBuf),
     /// A slot of the pool to read into, or a part of one. Its padding up to a whole [`BLOCK`] is overwritten
     /// too.
-    Into(Part),
+    Into(SlotPart),
     /// A slot of the pool to write from. Its padding up to a whole [`BLOCK`] is written too.
     From(SealedSlot),
 }
@@ -75,7 +75,7 @@ pub(crate) struct Done {
 pub(crate) type OnDone = Box<dyn FnOnce(Done) + Send>;
 
 /// One operation on a file.
-pub(crate) struct Op {
+pub(crate) struct VolumeOp {
     pub(crate) kind: Kind,
     pub(crate) file: FileId,
     pub(crate) offset: u64,
@@ -98,7 +98,7 @@ pub(crate) fn abandoned_error() -> io::Error {
 }
 
 #[cfg(test)]
-impl Op {
+impl VolumeOp {
     /// Returns true if no caller waits for the operation any more.
     pub(crate) fn is_abandoned(&self) -> bool {
         let abandoned = self.abandoned.as_ref();
@@ -111,7 +111,7 @@ pub(crate) fn is_abandoned(error: &io::Error) -> bool {
     error.get_ref().is_some_and(|error| error.is::<Abandoned>())
 }
 
-impl fmt::Debug for Op {
+impl fmt::Debug for VolumeOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             kind,
@@ -158,11 +158,11 @@ pub(crate) trait Volume: fmt::Debug + Send + Sync {
 
     /// Starts operations. They run concurrently and end in any order; a caller must wait for a write before
     /// it reads the same offset. Each operation ends exactly once, also after [`Volume::stop`].
-    fn submit(&self, ops: Vec<Op>);
+    fn submit(&self, ops: Vec<VolumeOp>);
 
     /// Runs one operation, on the calling thread if the volume can. The call may block for as long as the
     /// drive does not answer. An operation that begins after [`Volume::stop`] ends with an error.
-    fn carry_out(&self, op: Op) {
+    fn carry_out(&self, op: VolumeOp) {
         self.submit(vec![op]);
     }
 

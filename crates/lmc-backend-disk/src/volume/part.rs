@@ -13,7 +13,7 @@ use super::BLOCK;
 
 /// One part of a slot, and the only owner of its bytes. Begins and ends at a [`BLOCK`] boundary; the last
 /// part includes the slot's padding up to one.
-pub(crate) struct Part {
+pub(crate) struct SlotPart {
     whole: Arc<Whole>,
     offset: u64,
     /// Length without padding.
@@ -36,13 +36,13 @@ unsafe impl Send for Start {}
 // SAFETY: as above.
 unsafe impl Sync for Start {}
 
-impl fmt::Debug for Part {
+impl fmt::Debug for SlotPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} bytes of a slot at {}", self.len, self.offset)
     }
 }
 
-impl Part {
+impl SlotPart {
     /// Splits a slot into parts. The slot must have memory for its bytes up to a whole [`BLOCK`], and at
     /// least `count` blocks.
     pub(crate) fn split(mut slot: ReservedSlot, count: u64) -> Vec<Self> {
@@ -129,7 +129,7 @@ mod tests {
         let pool = pool();
         for (len, count) in [(3 * BLOCK, 3), (5 * BLOCK + 1, 4), (BLOCK - 1, 1)] {
             let slot = pool.reserve(len).unwrap();
-            let mut parts = Part::split(slot, count);
+            let mut parts = SlotPart::split(slot, count);
             let (lens, capacities): (u64, u64) = parts
                 .iter()
                 .map(|part| (part.bytes().len() as u64, part.capacity()))
@@ -139,7 +139,7 @@ mod tests {
                 part.bytes_mut().fill(number as u8 + 1);
             }
             let last = parts.pop().unwrap();
-            let mut slot = Part::join(parts.into_iter().chain([last])).unwrap();
+            let mut slot = SlotPart::join(parts.into_iter().chain([last])).unwrap();
             let bytes = slot.bytes_mut();
             assert!(bytes.is_sorted() && bytes[0] == 1 && bytes[bytes.len() - 1] == count as u8);
         }
@@ -149,15 +149,15 @@ mod tests {
     #[test]
     fn a_slot_is_free_only_when_all_its_parts_are() {
         let pool = pool();
-        let mut parts = Part::split(pool.reserve(3 * BLOCK).unwrap(), 3);
+        let mut parts = SlotPart::split(pool.reserve(3 * BLOCK).unwrap(), 3);
         let held = parts.pop();
-        assert!(Part::join(parts).is_none(), "one is missing");
+        assert!(SlotPart::join(parts).is_none(), "one is missing");
         assert_eq!(pool.usage().slots, 1);
         drop(held);
         assert_eq!(pool.usage().slots, 0);
-        let mut parts = Part::split(pool.reserve(3 * BLOCK).unwrap(), 3);
+        let mut parts = SlotPart::split(pool.reserve(3 * BLOCK).unwrap(), 3);
         parts.pop().unwrap().abandon();
-        assert!(Part::join(parts).is_none());
+        assert!(SlotPart::join(parts).is_none());
         let usage = pool.usage();
         assert_eq!((usage.slots, usage.quarantined_slots), (1, 1));
     }

@@ -12,7 +12,7 @@ const PART: u64 = 1 << 30;
 
 /// State of the registration.
 #[derive(Debug)]
-enum State {
+enum RegistrationState {
     /// There is nothing to register, or registration has not begun.
     Idle,
     /// There is an empty table, which is filled part by part.
@@ -29,7 +29,7 @@ pub(super) struct PoolBuffers {
     arena: Option<Arc<Arena>>,
     parts: u64,
     registered: u64,
-    state: State,
+    state: RegistrationState,
 }
 
 impl PoolBuffers {
@@ -41,7 +41,7 @@ impl PoolBuffers {
             arena,
             parts,
             registered: 0,
-            state: State::Idle,
+            state: RegistrationState::Idle,
         }
     }
 
@@ -50,11 +50,14 @@ impl PoolBuffers {
     /// Registers one part at a time, because each takes a while and operations wait meanwhile. Begins after
     /// the prefault has finished: registering makes all pages present, and would do so on this one thread.
     pub(super) fn advance(&mut self, submitter: &Submitter<'_>) -> Option<String> {
-        if matches!(self.state, State::Whole | State::Refused) {
+        if matches!(
+            self.state,
+            RegistrationState::Whole | RegistrationState::Refused
+        ) {
             return None;
         }
         let arena = Arc::clone(self.arena.as_ref()?);
-        if matches!(self.state, State::Idle) {
+        if matches!(self.state, RegistrationState::Idle) {
             let prefault = arena.prefault_progress();
             if let Some(error) = prefault.error {
                 return Some(self.refused(&format!("its pages are not all present: {error}")));
@@ -66,7 +69,7 @@ impl PoolBuffers {
         match self.register(&arena, submitter) {
             Err(error) => Some(self.refused(&error.to_string())),
             Ok(()) if self.registered == self.parts => {
-                self.state = State::Whole;
+                self.state = RegistrationState::Whole;
                 Some("pool registered".to_owned())
             }
             Ok(()) => None,
@@ -74,7 +77,7 @@ impl PoolBuffers {
     }
 
     fn register(&mut self, arena: &Arena, submitter: &Submitter<'_>) -> io::Result<()> {
-        if matches!(self.state, State::Idle) {
+        if matches!(self.state, RegistrationState::Idle) {
             let parts = u32::try_from(self.parts).map_err(|_| io::ErrorKind::InvalidInput)?;
             if submitter.register_buffers_sparse(parts).is_err() {
                 // Kernels before 5.19 do not support an empty table: then all parts are registered at once.
@@ -84,7 +87,7 @@ impl PoolBuffers {
                 self.registered = self.parts;
                 return Ok(());
             }
-            self.state = State::Filling;
+            self.state = RegistrationState::Filling;
         }
         let next = [span(arena, self.registered)];
         // SAFETY: a part of the arena's mapping, which lives until after the ring.
@@ -94,7 +97,7 @@ impl PoolBuffers {
     }
 
     fn refused(&mut self, why: &str) -> String {
-        self.state = State::Refused;
+        self.state = RegistrationState::Refused;
         match self.registered {
             0 => format!("pool not registered: {why}"),
             some => format!("pool registered up to {some} of {} GiB: {why}", self.parts),

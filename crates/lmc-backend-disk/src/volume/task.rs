@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::{BLOCK, Buf, Done, FileId, Kind, OnDone, Op};
+use super::{BLOCK, Buf, Done, FileId, Kind, OnDone, VolumeOp};
 
 /// Most bytes of one operation. Below every limit of the kernel (2 GiB less a page).
 pub(super) const MAX_LEN: u64 = 1 << 30;
@@ -50,7 +50,7 @@ impl OpenFile {
 
 /// Next step of a task after an answer of the kernel.
 #[derive(Debug)]
-pub(super) enum Step {
+pub(super) enum TaskStep {
     /// The task has ended.
     End(io::Result<()>),
     /// The rest is submitted at once.
@@ -98,7 +98,7 @@ impl fmt::Debug for Task {
 impl Task {
     /// Makes a task of an operation. A refused operation becomes a task too, so that its callback runs on the
     /// engine's thread like any other.
-    pub(super) fn new(mut op: Op, file: Option<Arc<OpenFile>>) -> Self {
+    pub(super) fn new(mut op: VolumeOp, file: Option<Arc<OpenFile>>) -> Self {
         let file = check(&mut op).and_then(|()| {
             file.ok_or_else(|| {
                 io::Error::new(
@@ -107,7 +107,7 @@ impl Task {
                 )
             })
         });
-        let Op {
+        let VolumeOp {
             kind,
             file: id,
             offset,
@@ -180,16 +180,16 @@ impl Task {
     }
 
     /// Handles the kernel's answer, in bytes.
-    pub(super) fn step(&mut self, answer: io::Result<u64>) -> Step {
+    pub(super) fn step(&mut self, answer: io::Result<u64>) -> TaskStep {
         let bytes = match answer {
             Err(error) if is_passing(&error) => return self.pause(error),
-            Err(error) => return Step::End(Err(error)),
-            Ok(_) if self.kind == Kind::Sync => return Step::End(Ok(())),
+            Err(error) => return TaskStep::End(Err(error)),
+            Ok(_) if self.kind == Kind::Sync => return TaskStep::End(Ok(())),
             Ok(bytes) => bytes.min(self.left()),
         };
         let moved = self.moved + bytes;
         if moved == self.len {
-            return Step::End(Ok(()));
+            return TaskStep::End(Ok(()));
         }
         // Direct I/O works in whole blocks only: bytes of an incomplete block are moved again. At the end of
         // the file, this moves nothing.
@@ -201,17 +201,17 @@ impl Task {
         if kept > self.moved {
             self.moved = kept;
             self.attempts = 0;
-            return Step::Again;
+            return TaskStep::Again;
         }
         match self.kind {
-            Kind::Read => Step::End(Err(io::Error::new(
+            Kind::Read => TaskStep::End(Err(io::Error::new(
                 io::ErrorKind::UnexpectedEof,
                 format!(
                     "the file ends after {moved} of the {} bytes to read",
                     self.len
                 ),
             ))),
-            _ if bytes == 0 => Step::End(Err(io::Error::new(
+            _ if bytes == 0 => TaskStep::End(Err(io::Error::new(
                 io::ErrorKind::WriteZero,
                 format!("only {moved} of {} bytes were written", self.len),
             ))),
@@ -219,13 +219,13 @@ impl Task {
         }
     }
 
-    fn pause(&mut self, error: io::Error) -> Step {
+    fn pause(&mut self, error: io::Error) -> TaskStep {
         if self.attempts == MAX_ATTEMPTS {
-            return Step::End(Err(error));
+            return TaskStep::End(Err(error));
         }
         let pause = Duration::from_millis(1 << self.attempts.min(20)).min(MAX_PAUSE);
         self.attempts += 1;
-        Step::Later(pause)
+        TaskStep::Later(pause)
     }
 
     /// Ends the task, and passes on the result with the buffer.
@@ -277,7 +277,7 @@ pub(super) fn is_passing(error: &io::Error) -> bool {
 
 /// Refuses operations that the kernel would refuse, and those for which the memory is too short although the
 /// kernel would accept them.
-fn check(op: &mut Op) -> io::Result<()> {
+fn check(op: &mut VolumeOp) -> io::Result<()> {
     let memory = match op.buf.as_mut() {
         None => None,
         Some(Buf::Own(buf)) => Some((buf.as_ptr(), buf.len() as u64)),
@@ -356,7 +356,7 @@ mod tests {
         let file = Arc::new(OpenFile::new(File::open("/dev/null").unwrap(), direct));
         let len = blocks * BLOCK;
         let buf = (len > 0).then(|| Buf::Own(AlignedBuf::new(len)));
-        let op = Op {
+        let op = VolumeOp {
             kind,
             file: FileId(0),
             offset: 2 * BLOCK,
@@ -373,9 +373,9 @@ mod tests {
     }
 
     #[track_caller]
-    fn failed(step: Step) -> io::ErrorKind {
+    fn failed(step: TaskStep) -> io::ErrorKind {
         match step {
-            Step::End(Err(error)) => error.kind(),
+            TaskStep::End(Err(error)) => error.kind(),
             other => panic!("{other:?} is no failure"),
         }
     }
@@ -384,25 +384,28 @@ mod tests {
     fn short_answers_are_continued_where_whole_blocks_end() {
         let mut task = task(Kind::Read, true, 8);
         let start = task.memory();
-        assert!(matches!(task.step(Ok(3 * BLOCK + 5)), Step::Again));
+        assert!(matches!(task.step(Ok(3 * BLOCK + 5)), TaskStep::Again));
         assert_eq!((task.offset(), task.left()), (5 * BLOCK, 5 * BLOCK));
         assert_eq!(task.memory(), start.wrapping_add(3 * BLOCK as usize));
-        assert!(matches!(task.step(Ok(5 * BLOCK)), Step::End(Ok(()))));
+        assert!(matches!(task.step(Ok(5 * BLOCK)), TaskStep::End(Ok(()))));
     }
 
     #[test]
     fn behind_the_page_cache_they_are_continued_at_any_byte() {
         let mut task = task(Kind::Write, false, 2);
-        assert!(matches!(task.step(Ok(5)), Step::Again));
+        assert!(matches!(task.step(Ok(5)), TaskStep::Again));
         assert_eq!((task.offset(), task.left()), (2 * BLOCK + 5, 2 * BLOCK - 5));
-        assert!(matches!(task.step(Ok(2 * BLOCK - 5)), Step::End(Ok(()))));
+        assert!(matches!(
+            task.step(Ok(2 * BLOCK - 5)),
+            TaskStep::End(Ok(()))
+        ));
     }
 
     #[test]
     fn a_read_that_moves_no_block_is_at_the_end() {
         for bytes in [0, 5] {
             let mut task = task(Kind::Read, true, 2);
-            assert!(matches!(task.step(Ok(BLOCK)), Step::Again));
+            assert!(matches!(task.step(Ok(BLOCK)), TaskStep::Again));
             assert_eq!(failed(task.step(Ok(bytes))), io::ErrorKind::UnexpectedEof);
         }
     }
@@ -414,7 +417,7 @@ mod tests {
             io::ErrorKind::WriteZero
         );
         let mut partly = task(Kind::Write, true, 2);
-        assert!(matches!(partly.step(Ok(5)), Step::Later(_)));
+        assert!(matches!(partly.step(Ok(5)), TaskStep::Later(_)));
         assert_eq!(partly.left(), 2 * BLOCK);
     }
 
@@ -423,7 +426,7 @@ mod tests {
         let mut task = task(Kind::Sync, true, 0);
         let mut waited = Duration::ZERO;
         for _ in 0..MAX_ATTEMPTS {
-            let Step::Later(pause) = task.step(errno(libc::EAGAIN)) else {
+            let TaskStep::Later(pause) = task.step(errno(libc::EAGAIN)) else {
                 panic!("given up too early");
             };
             waited += pause;
@@ -439,10 +442,10 @@ mod tests {
     fn progress_gives_new_attempts_and_other_errors_end() {
         let mut task = task(Kind::Read, true, 40);
         for _ in 0..39 {
-            assert!(matches!(task.step(errno(libc::EINTR)), Step::Later(_)));
-            assert!(matches!(task.step(Ok(BLOCK)), Step::Again));
+            assert!(matches!(task.step(errno(libc::EINTR)), TaskStep::Later(_)));
+            assert!(matches!(task.step(Ok(BLOCK)), TaskStep::Again));
         }
-        let Step::End(Err(error)) = task.step(errno(libc::EIO)) else {
+        let TaskStep::End(Err(error)) = task.step(errno(libc::EIO)) else {
             panic!("an error of the drive ends it");
         };
         assert_eq!(error.raw_os_error(), Some(libc::EIO));

@@ -11,33 +11,33 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use rustix::io::{ReadWriteFlags, pwritev2};
 
-use super::engine::{Crew, Engine, STOP_TIMEOUT, end_aside};
-use super::task::{Later, Step, Task, stopped};
+use super::engine::{Engine, STOP_TIMEOUT, ThreadGroup, end_on_new_thread};
+use super::task::{Later, Task, TaskStep, stopped};
 use super::{FileId, Kind, abandoned_error};
 
 /// Threads named `lmc-disk-{i}` on one queue.
 #[derive(Debug)]
 pub(super) struct Threads {
-    shared: Arc<Shared>,
-    crew: Crew,
+    shared: Arc<SharedTasks>,
+    threads: ThreadGroup,
     count: usize,
 }
 
 #[derive(Debug)]
-struct Shared {
-    queue: Mutex<Queue>,
+struct SharedTasks {
+    queue: Mutex<TaskQueue>,
     more: Condvar,
 }
 
 #[derive(Debug)]
-struct Queue {
+struct TaskQueue {
     ready: VecDeque<Task>,
     later: Later<Task>,
     stopping: bool,
 }
 
 /// Next action of a thread.
-enum Turn {
+enum ThreadAction {
     Run(Task),
     /// End a task, because the engine stops.
     Refuse(Task),
@@ -48,52 +48,54 @@ impl Threads {
     pub(super) fn start(count: usize) -> io::Result<Self> {
         let count = count.max(1);
         let this = Self {
-            shared: Arc::new(Shared {
-                queue: Mutex::new(Queue {
+            shared: Arc::new(SharedTasks {
+                queue: Mutex::new(TaskQueue {
                     ready: VecDeque::new(),
                     later: Later::new(),
                     stopping: false,
                 }),
                 more: Condvar::new(),
             }),
-            crew: Crew::default(),
+            threads: ThreadGroup::default(),
             count,
         };
         for i in 0..count {
             let shared = Arc::clone(&this.shared);
-            this.crew
+            this.threads
                 .spawn(format!("lmc-disk-{i}"), move || shared.run())?;
         }
         Ok(this)
     }
 }
 
-impl Shared {
+impl SharedTasks {
     fn run(&self) {
         loop {
             match self.next() {
-                Turn::Run(task) => self.work(task),
-                Turn::Refuse(task) => task.end(Err(stopped())),
-                Turn::Leave => return,
+                ThreadAction::Run(task) => self.work(task),
+                ThreadAction::Refuse(task) => task.end(Err(stopped())),
+                ThreadAction::Leave => return,
             }
         }
     }
 
-    fn next(&self) -> Turn {
+    fn next(&self) -> ThreadAction {
         let mut queue = self.queue.lock();
         loop {
-            let Queue {
+            let TaskQueue {
                 ready,
                 later,
                 stopping,
             } = &mut *queue;
             if *stopping {
                 ready.extend(later.take_all());
-                return ready.pop_front().map_or(Turn::Leave, Turn::Refuse);
+                return ready
+                    .pop_front()
+                    .map_or(ThreadAction::Leave, ThreadAction::Refuse);
             }
             ready.extend(later.take_due(Instant::now()));
             if let Some(task) = ready.pop_front() {
-                return Turn::Run(task);
+                return ThreadAction::Run(task);
             }
             match later.next() {
                 Some(due) => drop(self.more.wait_until(&mut queue, due)),
@@ -130,12 +132,12 @@ fn until_pause(mut task: Task) -> Option<(Task, Duration)> {
     loop {
         let answer = call(&mut task);
         match task.step(answer) {
-            Step::End(result) => {
+            TaskStep::End(result) => {
                 task.end(result);
                 return None;
             }
-            Step::Again => {}
-            Step::Later(pause) => return Some((task, pause)),
+            TaskStep::Again => {}
+            TaskStep::Later(pause) => return Some((task, pause)),
         }
     }
 }
@@ -172,7 +174,7 @@ impl Engine for Threads {
         let mut queue = self.shared.queue.lock();
         if queue.stopping {
             drop(queue);
-            return end_aside(tasks);
+            return end_on_new_thread(tasks);
         }
         queue.ready.extend(tasks);
         drop(queue);
@@ -196,7 +198,7 @@ impl Engine for Threads {
     fn stop(&self) {
         self.shared.queue.lock().stopping = true;
         self.shared.more.notify_all();
-        if !self.crew.wait(STOP_TIMEOUT) {
+        if !self.threads.wait(STOP_TIMEOUT) {
             tracing::warn!("disk I/O threads are still busy; they end when their operations do");
         }
     }

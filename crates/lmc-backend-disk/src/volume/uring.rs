@@ -18,11 +18,11 @@ use io_uring::{IoUring, opcode, squeue};
 use lmc_memory::Arena;
 use parking_lot::Mutex;
 
-use super::engine::{Crew, Engine, STOP_TIMEOUT, end_aside};
+use super::engine::{Engine, STOP_TIMEOUT, ThreadGroup, end_on_new_thread};
 use super::fixed_files::FixedFiles;
 use super::pool_buffers::PoolBuffers;
 use super::system::Wake;
-use super::task::{Later, Step, Task, is_passing, stopped};
+use super::task::{Later, Task, TaskStep, is_passing, stopped};
 use super::{FileId, Kind, abandoned_error};
 
 /// Marks the completion of the poll on the eventfd; the completions of tasks have the task's index.
@@ -34,13 +34,13 @@ const DEPTHS: (u32, u32) = (1, 4096);
 /// A ring with its thread, named `lmc-disk-uring`.
 #[derive(Debug)]
 pub(super) struct Uring {
-    shared: Arc<Shared>,
-    crew: Crew,
+    shared: Arc<RingChannel>,
+    threads: ThreadGroup,
     depth: u32,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct RingChannel {
     inbox: Mutex<Inbox>,
     wake: Wake,
     /// Result of the pool's registration, for an operator.
@@ -66,18 +66,18 @@ impl Uring {
     /// Starts a ring with at most `depth` tasks in the kernel, and tests it.
     pub(super) fn start(depth: u32, arena: Option<Arc<Arena>>) -> io::Result<Self> {
         let this = Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(RingChannel {
                 inbox: Mutex::new(Inbox::default()),
                 wake: Wake::new()?,
                 pool: Mutex::new(String::new()),
             }),
-            crew: Crew::default(),
+            threads: ThreadGroup::default(),
             depth: depth.clamp(DEPTHS.0, DEPTHS.1),
         };
         let shared = Arc::clone(&this.shared);
         let depth = this.depth;
         let (send, received) = mpsc::sync_channel(1);
-        this.crew.spawn("lmc-disk-uring".to_owned(), move || {
+        this.threads.spawn("lmc-disk-uring".to_owned(), move || {
             // Made on this thread, because a ring may accept submissions from its creator only.
             let ring = match open_ring(depth) {
                 Ok(ring) => ring,
@@ -205,7 +205,7 @@ struct Ring {
     waiting: VecDeque<Queued>,
     later: Later<Queued>,
     wake_armed: bool,
-    shared: Arc<Shared>,
+    shared: Arc<RingChannel>,
     /// Completions taken from the ring; a field to reuse its allocation.
     answers: Vec<(u64, i32)>,
     /// Tasks whose callback has yet to run.
@@ -219,7 +219,7 @@ impl fmt::Debug for Ring {
 }
 
 impl Ring {
-    fn new(ring: IoUring, shared: Arc<Shared>, depth: u32, arena: Option<Arc<Arena>>) -> Self {
+    fn new(ring: IoUring, shared: Arc<RingChannel>, depth: u32, arena: Option<Arc<Arena>>) -> Self {
         Self {
             files: FixedFiles::new(&ring.submitter()),
             ring,
@@ -391,9 +391,9 @@ impl Ring {
                 ));
             };
             match queued.task.step(answer) {
-                Step::End(result) => self.ended.push((queued, result)),
-                Step::Again => self.waiting.push_front(queued),
-                Step::Later(pause) => self.later.push(Instant::now() + pause, queued),
+                TaskStep::End(result) => self.ended.push((queued, result)),
+                TaskStep::Again => self.waiting.push_front(queued),
+                TaskStep::Later(pause) => self.later.push(Instant::now() + pause, queued),
             }
         }
         self.answers = answers;
@@ -509,7 +509,7 @@ impl Engine for Uring {
             Message::Run(task) => Some(task),
             Message::Forget(_) => None,
         });
-        end_aside(tasks.collect());
+        end_on_new_thread(tasks.collect());
     }
 
     fn forget(&self, file: FileId) {
@@ -533,7 +533,7 @@ impl Engine for Uring {
             .get_or_insert_with(Instant::now);
         self.shared.wake.ring();
         // The thread stops waiting by itself; it gets a little more time for that.
-        if !self.crew.wait(STOP_TIMEOUT + Duration::from_secs(2)) {
+        if !self.threads.wait(STOP_TIMEOUT + Duration::from_secs(2)) {
             tracing::warn!("disk ring is still busy; it ends when its operations do");
         }
     }
@@ -550,7 +550,7 @@ mod tests {
     use super::*;
     use crate::sim::pool;
     use crate::volume::task::OpenFile;
-    use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Op, Part};
+    use crate::volume::{AlignedBuf, BLOCK, Buf, Done, SlotPart, VolumeOp};
 
     #[test]
     fn memory_that_the_kernel_may_still_have_is_never_given_back() {
@@ -564,14 +564,14 @@ mod tests {
         let (send, received) = mpsc::channel();
         let mut in_flight = InFlight::new(4);
         for (kind, buf) in [
-            (Kind::Read, Buf::Into(Part::whole(into))),
+            (Kind::Read, Buf::Into(SlotPart::whole(into))),
             (Kind::Write, Buf::From(from)),
             (Kind::Read, Buf::Own(AlignedBuf::new(BLOCK))),
         ] {
             let send = send.clone();
             let done = Box::new(move |done: Done| send.send(done).unwrap());
             let buf = Some(buf);
-            let op = Op {
+            let op = VolumeOp {
                 kind,
                 file: FileId(0),
                 offset: 0,

@@ -22,7 +22,7 @@ use rustix::fs::{AtFlags, Timespec, Timestamps, UTIME_NOW};
 
 use self::collect::Collector;
 pub use self::collect::{Collected, Limits, Shares};
-use self::threads::{Lane, Outcome, Threads};
+use self::threads::{JobOutcome, Lane, Threads};
 use self::tree::{Tree, is_absent};
 use self::value::{BLOCK, Values, store_error};
 use crate::format::{Name, OLD_ROOT, Scope, ValueName};
@@ -161,9 +161,9 @@ impl FileStore {
             .run(Lane::Names, arguments, deadline, run)
             .await
         {
-            Outcome::Done(result) => result,
-            Outcome::Late(_) | Outcome::Running => Err(StoreError::Deadline),
-            Outcome::Refused(_, reason) => Err(StoreError::unavailable(reason)),
+            JobOutcome::Done(result) => result,
+            JobOutcome::Late(_) | JobOutcome::Running => Err(StoreError::Deadline),
+            JobOutcome::Refused(_, reason) => Err(StoreError::unavailable(reason)),
         }
     }
 
@@ -223,13 +223,13 @@ impl Store for FileStore {
             let values = Arc::clone(&self.values);
             let run = move |item: GetItem| values.get(item);
             let got = match self.threads.run(Lane::Reads, item, deadline, run).await {
-                Outcome::Done(got) => got,
-                Outcome::Late(item) => Got::failed(StoreError::Deadline, item.slot),
-                Outcome::Refused(item, reason) => {
+                JobOutcome::Done(got) => got,
+                JobOutcome::Late(item) => Got::failed(StoreError::Deadline, item.slot),
+                JobOutcome::Refused(item, reason) => {
                     Got::failed(StoreError::unavailable(reason), item.slot)
                 }
                 // The thread releases the slot when the call ends.
-                Outcome::Running => Got::Failed {
+                JobOutcome::Running => Got::Failed {
                     error: StoreError::Deadline,
                     slot: FailedSlot::Quarantined,
                 },
@@ -246,9 +246,9 @@ impl Store for FileStore {
             let values = Arc::clone(&self.values);
             let run = move |item: PutItem| values.put(&item, deadline);
             let put = match self.threads.run(Lane::Writes, item, deadline, run).await {
-                Outcome::Done(put) => put,
-                Outcome::Late(_) | Outcome::Running => Err(StoreError::Deadline),
-                Outcome::Refused(_, reason) => Err(StoreError::unavailable(reason)),
+                JobOutcome::Done(put) => put,
+                JobOutcome::Late(_) | JobOutcome::Running => Err(StoreError::Deadline),
+                JobOutcome::Refused(_, reason) => Err(StoreError::unavailable(reason)),
             };
             (index, put)
         };

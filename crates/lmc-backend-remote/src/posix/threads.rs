@@ -28,18 +28,18 @@ const LANES: usize = 3;
 
 /// The threads, which are started with the first jobs.
 pub(super) struct Threads {
-    shared: Arc<Shared>,
+    shared: Arc<JobPool>,
 }
 
-struct Shared {
-    state: Mutex<State>,
+struct JobPool {
+    state: Mutex<JobLanes>,
     arrived: Condvar,
     /// Most threads that may work for each lane at a time.
     most: [usize; LANES],
 }
 
 #[derive(Default)]
-struct State {
+struct JobLanes {
     waiting: [VecDeque<Box<dyn Job>>; LANES],
     working: [usize; LANES],
     threads: usize,
@@ -56,7 +56,7 @@ trait Job: Send {
 
 /// The result of a job.
 #[derive(Debug)]
-pub(super) enum Outcome<A, T> {
+pub(super) enum JobOutcome<A, T> {
     /// The job is done.
     Done(T),
     /// The job had not begun by the deadline, and never will.
@@ -106,7 +106,7 @@ impl Threads {
     /// Makes at most `threads` threads; two are reserved for small reads, and half do no writes.
     pub(super) fn new(threads: usize) -> Self {
         let threads = threads.max(4);
-        let shared = Shared {
+        let shared = JobPool {
             state: Mutex::default(),
             arrived: Condvar::new(),
             most: [threads, threads - 2, threads / 2],
@@ -123,7 +123,7 @@ impl Threads {
         arguments: A,
         deadline: Instant,
         run: impl FnOnce(A) -> T + Send + 'static,
-    ) -> Outcome<A, T> {
+    ) -> JobOutcome<A, T> {
         let arguments = Arguments(Arc::new(Mutex::new(Some(arguments))));
         let (answer, answered) = oneshot::channel();
         let work = Work {
@@ -133,13 +133,15 @@ impl Threads {
         };
         if let Err(reason) = self.shared.push(lane, Box::new(work)) {
             let back = arguments.0.lock().take();
-            return back.map_or(Outcome::Running, |back| Outcome::Refused(back, reason));
+            return back.map_or(JobOutcome::Running, |back| {
+                JobOutcome::Refused(back, reason)
+            });
         }
         match tokio::time::timeout_at(deadline.into(), answered).await {
-            Ok(Ok(done)) => Outcome::Done(done),
+            Ok(Ok(done)) => JobOutcome::Done(done),
             Ok(Err(_)) | Err(_) => {
                 let back = arguments.0.lock().take();
-                back.map_or(Outcome::Running, Outcome::Late)
+                back.map_or(JobOutcome::Running, JobOutcome::Late)
             }
         }
     }
@@ -174,7 +176,7 @@ impl Drop for Threads {
     }
 }
 
-impl Shared {
+impl JobPool {
     fn push(self: &Arc<Self>, lane: Lane, job: Box<dyn Job>) -> Result<(), &'static str> {
         let mut state = self.state.lock();
         if state.is_closed {
@@ -205,7 +207,7 @@ impl Shared {
         Ok(())
     }
 
-    fn next(&self, state: &mut State) -> Option<(usize, Box<dyn Job>)> {
+    fn next(&self, state: &mut JobLanes) -> Option<(usize, Box<dyn Job>)> {
         let lane = (0..LANES).find(|&lane| {
             state.working[lane] < self.most[lane] && !state.waiting[lane].is_empty()
         })?;
@@ -258,7 +260,7 @@ mod tests {
             let threads = Threads::new(4);
             for _ in 0..4 {
                 let panics = threads.run(Lane::Reads, (), soon(), |()| panic!("on purpose"));
-                assert!(matches!(runtime.block_on(panics), Outcome::Running));
+                assert!(matches!(runtime.block_on(panics), JobOutcome::Running));
             }
             // One thread is idle when two jobs come, each of which waits for the other.
             until("a thread is idle", || threads.shared.state.lock().idle > 0);
@@ -269,7 +271,11 @@ mod tests {
                 threads.run(Lane::Reads, (), soon(), meet)
             };
             let outcomes = runtime.block_on(join_all([meet(), meet()]));
-            assert!(outcomes.iter().all(|one| matches!(one, Outcome::Done(()))));
+            assert!(
+                outcomes
+                    .iter()
+                    .all(|one| matches!(one, JobOutcome::Done(())))
+            );
         }
     }
 
@@ -289,13 +295,13 @@ mod tests {
             threads.run(lane, lane as usize, deadline, wait)
         };
         let runtime = runtime();
-        let running = |outcomes: &[Outcome<usize, usize>]| {
+        let running = |outcomes: &[JobOutcome<usize, usize>]| {
             let running = outcomes
                 .iter()
-                .filter(|one| matches!(one, Outcome::Running));
+                .filter(|one| matches!(one, JobOutcome::Running));
             let late = outcomes
                 .iter()
-                .filter(|one| matches!(one, Outcome::Late(_)));
+                .filter(|one| matches!(one, JobOutcome::Late(_)));
             (running.count(), late.count())
         };
         for lane in [Lane::Writes, Lane::Names] {
@@ -314,11 +320,11 @@ mod tests {
         assert_eq!(threads.count(), 4);
         drop(go);
         let done = runtime.block_on(threads.run(Lane::Reads, 7, soon(), |n| n + 1));
-        assert!(matches!(done, Outcome::Done(8)));
+        assert!(matches!(done, JobOutcome::Done(8)));
         threads.close();
         until("the threads end", || threads.count() == 0);
         let refused = runtime.block_on(threads.run(Lane::Reads, 7, soon(), |n| n + 1));
-        assert!(matches!(refused, Outcome::Refused(7, _)));
+        assert!(matches!(refused, JobOutcome::Refused(7, _)));
     }
 
     #[test]

@@ -25,10 +25,10 @@ const IDLE: Duration = Duration::from_secs(30);
 
 /// Idle connections.
 #[derive(Debug, Default)]
-pub(super) struct Idle(Mutex<State>);
+pub(super) struct Idle(Mutex<IdleWires>);
 
 #[derive(Debug, Default)]
-struct State {
+struct IdleWires {
     /// Connections, each with the time of its last use, the newest last.
     wires: HashMap<Address, Vec<(Instant, Wire)>>,
     generation: Generation,
@@ -222,12 +222,12 @@ struct Queued<J> {
 }
 
 /// The jobs of a batch for one server.
-type Queue<J> = Mutex<VecDeque<Queued<J>>>;
+type ServerQueue<J> = Mutex<VecDeque<Queued<J>>>;
 type Queues<J> = HashMap<Address, VecDeque<Queued<J>>>;
 type Sender<J> = mpsc::UnboundedSender<(usize, <J as Job>::Answer)>;
 
 /// State that the connections of one batch share.
-struct Batch<'a, J: Job> {
+struct JobBatch<'a, J: Job> {
     store: &'a RedisStore,
     servers: Arc<Servers>,
     /// Generation of the connections when the servers were found.
@@ -320,9 +320,9 @@ impl RedisStore {
         &self,
         deadline: Instant,
         answers: Sender<J>,
-    ) -> Result<Batch<'_, J>, StoreError> {
+    ) -> Result<JobBatch<'_, J>, StoreError> {
         let generation = self.idle.generation();
-        Ok(Batch {
+        Ok(JobBatch {
             store: self,
             servers: self.servers(deadline).await?,
             generation,
@@ -333,7 +333,7 @@ impl RedisStore {
     }
 }
 
-impl<J: Job> Batch<'_, J> {
+impl<J: Job> JobBatch<'_, J> {
     async fn run(&self, mut queues: Queues<J>) {
         for _ in 0..=MAX_MOVES {
             let served = queues.drain().map(|(node, jobs)| self.serve(node, jobs));
@@ -378,7 +378,7 @@ impl<J: Job> Batch<'_, J> {
     }
 
     /// Runs jobs on one connection until none is left. Returns the error if the connection ended earlier.
-    async fn work(&self, node: &Address, queue: &Queue<J>) -> Option<StoreError> {
+    async fn work(&self, node: &Address, queue: &ServerQueue<J>) -> Option<StoreError> {
         let (permits, _) = J::permits(self.store);
         let permit = permits.acquire();
         let permit = tokio::time::timeout_at(self.deadline.into(), permit).await;
@@ -414,7 +414,7 @@ impl<J: Job> Batch<'_, J> {
         }
     }
 
-    async fn drive(&self, wire: Wire, node: &Address, queue: &Queue<J>) -> Driven {
+    async fn drive(&self, wire: Wire, node: &Address, queue: &ServerQueue<J>) -> Driven {
         let mut driving = Driving {
             wire,
             sent: VecDeque::new(),
@@ -434,7 +434,11 @@ impl<J: Job> Batch<'_, J> {
     }
 
     /// Sends requests up to the window, and reads the next answer. Returns false if no job is left.
-    async fn step(&self, driving: &mut Driving<J>, queue: &Queue<J>) -> Result<bool, StoreError> {
+    async fn step(
+        &self,
+        driving: &mut Driving<J>,
+        queue: &ServerQueue<J>,
+    ) -> Result<bool, StoreError> {
         let Driving {
             wire,
             sent,
@@ -498,7 +502,7 @@ impl<J: Job> Batch<'_, J> {
     }
 
     /// Returns the most unanswered requests on this connection: for small values, its share of the queue.
-    fn window(&self, queue: &Queue<J>, sent: &VecDeque<Sent<J>>) -> usize {
+    fn window(&self, queue: &ServerQueue<J>, sent: &VecDeque<Sent<J>>) -> usize {
         let queue = queue.lock();
         let Some(bytes) = queue.front().and_then(|next| next.job.answer_bytes()) else {
             return J::WINDOW;
@@ -514,7 +518,7 @@ impl<J: Job> Batch<'_, J> {
 
     /// Ends the use of a failed connection. Its unanswered jobs fail with it; if the connection never worked,
     /// they are queued again.
-    fn give_up(&self, driving: Driving<J>, queue: &Queue<J>, failure: StoreError) -> Driven {
+    fn give_up(&self, driving: Driving<J>, queue: &ServerQueue<J>, failure: StoreError) -> Driven {
         let jobs = driving.sent.into_iter().filter_map(|sent| {
             Some(Queued {
                 index: sent.index,

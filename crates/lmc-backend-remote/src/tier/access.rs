@@ -10,7 +10,7 @@ use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 
 use super::breaker::{Attempt, Paths};
 use super::config::RemoteConfig;
-use super::counters::Counters;
+use super::counters::RemoteCounters;
 use super::refusals::Refusals;
 use crate::store::{Store, StoreError};
 
@@ -22,7 +22,7 @@ pub(super) struct StoreAccess {
     pub(super) config: RemoteConfig,
     pub(super) paths: Paths,
     pub(super) refusals: Refusals,
-    pub(super) counters: Counters,
+    pub(super) counters: RemoteCounters,
     runtime: Handle,
     /// Tasks that run to their end even if their caller is gone.
     tasks: TaskTracker,
@@ -34,7 +34,7 @@ impl StoreAccess {
         Self {
             paths: Paths::new(&config),
             refusals: Refusals::new(&config),
-            counters: Counters::default(),
+            counters: RemoteCounters::default(),
             tasks: TaskTracker::new(),
             is_closed: AtomicBool::new(false),
             store,

@@ -89,11 +89,11 @@ pub(super) struct Breaker {
     timeout: Duration,
     /// Pause before a path that is out is tried again: the first one, and the longest one.
     pauses: (Duration, Duration),
-    state: Mutex<State>,
+    state: Mutex<BreakerState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct BreakerState {
     failures: u32,
     out: Option<Out>,
     trips: u64,
@@ -109,7 +109,7 @@ struct Out {
     tried_since: Option<Instant>,
 }
 
-impl State {
+impl BreakerState {
     fn check(&self, now: Instant) -> Result<(), StoreError> {
         match &self.out {
             Some(out) if out.tried_since.is_some() || now < out.retry_at => {

@@ -8,11 +8,11 @@ macro_rules! counters {
     ($($(#[doc = $doc:literal])* $name:ident,)*) => {
         /// Counters since the tier was made.
         #[derive(Debug, Default)]
-        pub(super) struct Counters {
+        pub(super) struct RemoteCounters {
             $($(#[doc = $doc])* pub(super) $name: Counter,)*
         }
 
-        impl Counters {
+        impl RemoteCounters {
             /// Returns the counters with the names of their fields.
             pub(super) fn named(&self) -> Vec<(&'static str, u64)> {
                 vec![$((stringify!($name), self.$name.get()),)*]
@@ -58,7 +58,7 @@ impl Counter {
     }
 }
 
-impl Counters {
+impl RemoteCounters {
     /// Counts a value that was not used. A slot of another length is not a fault of the value.
     pub(super) fn refused(&self, refusal: Refusal) {
         match refusal {

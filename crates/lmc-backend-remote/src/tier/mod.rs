@@ -56,7 +56,7 @@ pub struct RemoteTier {
     writer: Arc<ValueWriter>,
     listings: Arc<Listings>,
     /// The task that keeps the clears in step, and the task that describes spaces. They end with the tier.
-    minders: Mutex<Vec<AbortOnDropHandle<()>>>,
+    tasks: Mutex<Vec<AbortOnDropHandle<()>>>,
 }
 
 impl RemoteTier {
@@ -69,11 +69,11 @@ impl RemoteTier {
         runtime: Handle,
     ) -> Self {
         let this = Self::new(config, store, clears, runtime);
-        let minding = Arc::clone(&this.clears).keep_in_step();
+        let syncing = Arc::clone(&this.clears).keep_in_step();
         let describing = Arc::clone(&this.spaces).describe_all();
-        this.minders
+        this.tasks
             .lock()
-            .extend([this.access.spawn(minding), this.access.spawn(describing)]);
+            .extend([this.access.spawn(syncing), this.access.spawn(describing)]);
         this
     }
 
@@ -98,7 +98,7 @@ impl RemoteTier {
             access,
             clears,
             spaces,
-            minders: Mutex::default(),
+            tasks: Mutex::default(),
         }
     }
 
@@ -208,10 +208,10 @@ impl Backend for RemoteTier {
 
     fn close(&self, deadline: Instant) -> BoxFuture<'_, Result<(), BackendError>> {
         self.access.set_closed();
-        let minders = std::mem::take(&mut *self.minders.lock());
+        let tasks = std::mem::take(&mut *self.tasks.lock());
         let access = Arc::clone(&self.access);
         let closing = self.access.spawn(async move {
-            drop(minders);
+            drop(tasks);
             access.close(deadline).await
         });
         Box::pin(async move { closing.await.unwrap_or(Err(BackendError::Closed)) })

@@ -13,13 +13,13 @@ const STRIPES: usize = 256;
 /// Keys that were inserted a short time ago. Bounded in entries; the oldest is dropped first.
 #[derive(Debug)]
 pub(super) struct RecentKeys {
-    state: Mutex<State>,
+    state: Mutex<RecentEntries>,
     ttl: Duration,
     max_keys: usize,
 }
 
 #[derive(Debug)]
-struct State {
+struct RecentEntries {
     until: HashMap<ChunkKey, Instant, FoldState>,
     /// The keys with their ends, oldest first. An entry whose end differs from that in `until` is void.
     order: VecDeque<(Instant, ChunkKey)>,
@@ -37,7 +37,7 @@ fn stripe(key: &ChunkKey) -> usize {
 impl RecentKeys {
     pub(super) fn new(ttl: Duration, max_keys: usize) -> Self {
         Self {
-            state: Mutex::new(State {
+            state: Mutex::new(RecentEntries {
                 until: HashMap::default(),
                 order: VecDeque::new(),
                 stores: vec![0; STRIPES],

@@ -36,12 +36,12 @@ pub(super) struct SpaceDescriptions {
     access: Arc<StoreAccess>,
     clears: Arc<ClearsSync>,
     describe: OnceLock<Describe>,
-    state: Mutex<State>,
+    state: Mutex<DescribedSpaces>,
     changed: Notify,
 }
 
 #[derive(Default)]
-struct State {
+struct DescribedSpaces {
     /// Time at which a space's description was known to be in the store.
     known: HashMap<Space, Instant>,
     waiting: VecDeque<Space>,

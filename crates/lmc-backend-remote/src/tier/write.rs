@@ -23,13 +23,13 @@ use crate::store::{Head, Put, PutItem, PutMode, StoreError};
 const GROUP: (usize, u64) = (4, 1 << 20);
 
 /// The answers to a batch in which a key may occur more than once.
-struct Batch {
+struct BatchAnswers {
     answers: mpsc::UnboundedSender<(usize, Result<Stored, BackendError>)>,
     /// Further indices of keys that occur more than once in the batch.
     twins: HashMap<usize, Vec<usize>>,
 }
 
-impl Batch {
+impl BatchAnswers {
     /// Answers an item and its twins. The twins get the answer that the chunk is present.
     fn answer(&self, index: usize, result: Result<Stored, BackendError>) {
         let twins = self.twins.get(&index).into_iter().flatten();
@@ -119,7 +119,7 @@ impl ValueWriter {
         deadline: Instant,
         answers: mpsc::UnboundedSender<(usize, Result<Stored, BackendError>)>,
     ) {
-        let mut batch = Batch {
+        let mut batch = BatchAnswers {
             answers,
             twins: HashMap::new(),
         };
@@ -147,7 +147,7 @@ impl ValueWriter {
     /// Writes chunks whose keys are claimed.
     async fn write_claimed(
         &self,
-        batch: &Batch,
+        batch: &BatchAnswers,
         folder: ChunkFolder,
         claimed: Vec<(Claim, (usize, StoreItem))>,
         deadline: Instant,

@@ -17,7 +17,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::clears::ClearLog;
 use crate::engine::{CacheEngine, WeakEngine};
-use crate::lower::{Prompt, Source, half_of};
+use crate::lower::{ChunkSource, Prompt, half_of};
 use crate::request::{LookupRequest, Rank};
 
 /// Owner of the leases granted to other processes.
@@ -329,7 +329,7 @@ impl CacheEngine {
             let source = sources.next().flatten();
             match (resident, source) {
                 (Some(len), _) => HostChunk::Memory { len },
-                (None, Some(Source::Tier { len, .. })) => HostChunk::Lower { len },
+                (None, Some(ChunkSource::Tier { len, .. })) => HostChunk::Lower { len },
                 _ if local.is_writing(key) && !self.is_promoting(key) => HostChunk::Writing,
                 _ => HostChunk::Absent,
             }
@@ -385,8 +385,12 @@ impl CacheEngine {
         let mut promoted = None;
         if let Some(lower) = self.lower().filter(|_| now() < deadline) {
             let sources = lower.tiers().sources_now(keys, None, None);
-            let sources: Vec<Source> = sources.into_iter().map_while(|source| source).collect();
-            if sources.iter().any(|source| !matches!(source, Source::Dram)) {
+            let sources: Vec<ChunkSource> =
+                sources.into_iter().map_while(|source| source).collect();
+            if sources
+                .iter()
+                .any(|source| !matches!(source, ChunkSource::Dram))
+            {
                 let prompt = Arc::new(Prompt {
                     owner: PEERS,
                     tenant,

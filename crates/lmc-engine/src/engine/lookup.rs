@@ -16,7 +16,7 @@ use crate::CacheEngine;
 use crate::engine::merge::complete;
 use crate::found::{Found, FoundRank, ReadFrom};
 use crate::ghosts::Departure;
-use crate::lower::{Prompt, Source, Sources, Tiers, Waits, half_of};
+use crate::lower::{ChunkSource, Prompt, Sources, Tiers, Waits, half_of};
 use crate::misses::{LookupEnd, Miss, MissReason, Missing};
 use crate::request::{LeaseLimit, LookupRequest, Rank};
 
@@ -30,11 +30,11 @@ const MAX_FAILURES: usize = 3;
 #[derive(Debug)]
 pub struct Lookup {
     clears: ClearsId,
-    state: State,
+    state: LookupState,
 }
 
 #[derive(Debug)]
-enum State {
+enum LookupState {
     Done(Found),
     Promoting(Promotion),
 }
@@ -56,7 +56,7 @@ impl Lookup {
     fn done(clears: ClearsId, found: Found) -> Self {
         Self {
             clears,
-            state: State::Done(found),
+            state: LookupState::Done(found),
         }
     }
 
@@ -72,11 +72,11 @@ impl Lookup {
     /// The lookup itself while it is promoting chunks: call [`Lookup::wait`] for the outcome.
     pub fn try_found(self) -> Result<Found, Self> {
         match self.state {
-            State::Done(found) => Ok(found),
-            State::Promoting(mut promotion) => match promotion.found.try_recv() {
+            LookupState::Done(found) => Ok(found),
+            LookupState::Promoting(mut promotion) => match promotion.found.try_recv() {
                 Ok(found) => Ok(found),
                 Err(_) => Err(Self {
-                    state: State::Promoting(promotion),
+                    state: LookupState::Promoting(promotion),
                     ..self
                 }),
             },
@@ -87,16 +87,20 @@ impl Lookup {
     /// Nothing is found if the engine is closed meanwhile.
     pub async fn wait(self) -> Found {
         match self.state {
-            State::Done(found) => found,
-            State::Promoting(mut promotion) => (&mut promotion.found).await.unwrap_or_default(),
+            LookupState::Done(found) => found,
+            LookupState::Promoting(mut promotion) => {
+                (&mut promotion.found).await.unwrap_or_default()
+            }
         }
     }
 
     /// Waits as [`Lookup::wait`] does, on a thread outside any runtime.
     pub fn wait_blocking(self) -> Found {
         match self.state {
-            State::Done(found) => found,
-            State::Promoting(mut promotion) => block_on(&mut promotion.found).unwrap_or_default(),
+            LookupState::Done(found) => found,
+            LookupState::Promoting(mut promotion) => {
+                block_on(&mut promotion.found).unwrap_or_default()
+            }
         }
     }
 }
@@ -312,7 +316,7 @@ impl CacheEngine {
         });
         Lookup {
             clears,
-            state: State::Promoting(Promotion { task, found }),
+            state: LookupState::Promoting(Promotion { task, found }),
         }
     }
 
@@ -447,7 +451,7 @@ async fn promote_known(
         .map(|rank| rank.leases.len())
         .min()
         .unwrap_or(0);
-    let sources: Vec<&[Source]> = known.iter().map(|rank| &rank.sources.found[..]).collect();
+    let sources: Vec<&[ChunkSource]> = known.iter().map(|rank| &rank.sources.found[..]).collect();
     reach = tiers.worth_reading(&sources, resident, reach, request.hint.parts);
     limit(reach, MissReason::Recompute);
     if reach > resident && !request.for_peers {

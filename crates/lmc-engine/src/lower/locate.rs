@@ -30,7 +30,7 @@ pub(super) const LATE: Duration = Duration::from_millis(100);
 
 /// The tier that a chunk is read from.
 #[derive(Debug, Clone)]
-pub(crate) enum Source {
+pub(crate) enum ChunkSource {
     /// DRAM.
     Dram,
     /// A lower tier.
@@ -46,7 +46,7 @@ pub(crate) enum Source {
     },
 }
 
-impl Source {
+impl ChunkSource {
     /// Returns the bytes that a promotion of the chunk would read.
     pub(crate) fn bytes(&self) -> u64 {
         match self {
@@ -74,7 +74,7 @@ impl Source {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Sources {
     /// Source of each leading key that was found.
-    pub(crate) found: Vec<Source>,
+    pub(crate) found: Vec<ChunkSource>,
     /// False if a tier that is still to be asked may have the next key.
     pub(crate) is_final: bool,
 }
@@ -82,14 +82,14 @@ pub(crate) struct Sources {
 impl Sources {
     /// Returns the bytes that a promotion of the chunks would read.
     pub(crate) fn bytes(&self) -> u64 {
-        self.found.iter().map(Source::bytes).sum()
+        self.found.iter().map(ChunkSource::bytes).sum()
     }
 }
 
 /// Combined answer of the asked tiers about one key.
 #[derive(Debug, Clone, Default)]
 enum Answer {
-    Found(Source),
+    Found(ChunkSource),
     /// An engine is writing the chunk to this tier; `None`: a push is bringing it to DRAM.
     Pending(Option<usize>),
     /// A source of this tier may write the chunk.
@@ -208,7 +208,7 @@ impl Tiers {
         keys: &[ChunkKey],
         chunk_bytes: Option<u64>,
         except: Option<usize>,
-    ) -> Vec<Option<Source>> {
+    ) -> Vec<Option<ChunkSource>> {
         self.each_now(self.not_removing(keys), [], chunk_bytes, except)
     }
 
@@ -217,9 +217,9 @@ impl Tiers {
     pub(crate) fn sources_after(
         &self,
         keys: &[ChunkKey],
-        known: impl IntoIterator<Item = Option<Source>>,
+        known: impl IntoIterator<Item = Option<ChunkSource>>,
         chunk_bytes: Option<u64>,
-    ) -> Vec<Option<Source>> {
+    ) -> Vec<Option<ChunkSource>> {
         self.each_now(self.not_removing(keys), known, chunk_bytes, None)
     }
 
@@ -278,17 +278,18 @@ impl Tiers {
     fn each_now(
         &self,
         keys: &[ChunkKey],
-        known: impl IntoIterator<Item = Option<Source>>,
+        known: impl IntoIterator<Item = Option<ChunkSource>>,
         chunk_bytes: Option<u64>,
         except: Option<usize>,
-    ) -> Vec<Option<Source>> {
+    ) -> Vec<Option<ChunkSource>> {
         let local = self.local.contains(keys).into_iter();
         // A chunk in DRAM is read from no tier, whatever its length.
-        let in_dram = |len: u64| fits(len, chunk_bytes).then_some(Source::Dram);
+        let in_dram = |len: u64| fits(len, chunk_bytes).then_some(ChunkSource::Dram);
         let known = known.into_iter().map(|source| source.map(Some));
-        let mut found: Vec<Option<Option<Source>>> = (local.zip(known.chain(iter::repeat(None))))
-            .map(|(len, known)| len.map(in_dram).or(known))
-            .collect();
+        let mut found: Vec<Option<Option<ChunkSource>>> = (local
+            .zip(known.chain(iter::repeat(None))))
+        .map(|(len, known)| len.map(in_dram).or(known))
+        .collect();
         for (index, tier) in self.tiers.iter().enumerate() {
             let Some(tier_index) = tier.backend.index().filter(|_| except != Some(index)) else {
                 continue;
@@ -310,13 +311,18 @@ impl Tiers {
 
     /// Returns the source of a chunk that a tier has; `None` if its length is not the expected one or no slot
     /// can have that length.
-    fn source(&self, index: usize, location: Location, chunk_bytes: Option<u64>) -> Option<Source> {
+    fn source(
+        &self,
+        index: usize,
+        location: Location,
+        chunk_bytes: Option<u64>,
+    ) -> Option<ChunkSource> {
         let pool = self.local.pool().arena().len() as u64;
         if !fits(location.len, chunk_bytes) || location.len > pool {
             count(&self.tiers[index].counters.promote_missed, 1);
             return None;
         }
-        Some(Source::Tier {
+        Some(ChunkSource::Tier {
             index,
             len: location.len,
             cost: location.cost,
@@ -339,7 +345,7 @@ impl Tiers {
         known: Sources,
         hint: &LocateHint,
         waits: Waits,
-    ) -> (Vec<Source>, Option<Miss>) {
+    ) -> (Vec<ChunkSource>, Option<Miss>) {
         let (mut found, mut miss) = (known.found, None);
         if known.is_final || found.len() >= keys.len() {
             return (found, miss);
@@ -494,7 +500,7 @@ impl Tiers {
         for ((answer, arriving), there) in answers.iter_mut().zip(arriving).zip(there) {
             match answer {
                 Answer::Found(_) => {}
-                _ if there => *answer = Answer::Found(Source::Dram),
+                _ if there => *answer = Answer::Found(ChunkSource::Dram),
                 Answer::Absent | Answer::Unknown(_) if arriving => *answer = Answer::Pending(None),
                 _ => {}
             }
@@ -507,7 +513,7 @@ impl Tiers {
         keys: &[ChunkKey],
         hint: &LocateHint,
         except: usize,
-    ) -> Vec<Option<Source>> {
+    ) -> Vec<Option<ChunkSource>> {
         let answers = self
             .ask(keys, keys.len(), hint, Asked::Except(except))
             .await;
@@ -601,7 +607,7 @@ impl Tiers {
     /// for every rank.
     pub(crate) fn worth_reading(
         &self,
-        ranks: &[&[Source]],
+        ranks: &[&[ChunkSource]],
         resident: usize,
         reach: usize,
         parts: Parts,
@@ -612,7 +618,7 @@ impl Tiers {
         let cost: Duration = ranks
             .iter()
             .flat_map(|rank| rank.iter())
-            .map(Source::cost)
+            .map(ChunkSource::cost)
             .sum();
         let chunks = u32::try_from(reach - resident).unwrap_or(u32::MAX);
         let recompute = recompute_time * chunks / parts.get();
@@ -620,7 +626,7 @@ impl Tiers {
             return reach;
         }
         for source in ranks.iter().flat_map(|rank| rank.iter()) {
-            if let Source::Tier { index, .. } = source {
+            if let ChunkSource::Tier { index, .. } = source {
                 count(&self.tiers[*index].counters.promote_skipped, 1);
             }
         }
@@ -629,7 +635,7 @@ impl Tiers {
 }
 
 impl Answer {
-    fn source(self) -> Option<Source> {
+    fn source(self) -> Option<ChunkSource> {
         match self {
             Self::Found(source) => Some(source),
             _ => None,
@@ -684,15 +690,15 @@ impl Answer {
 
 /// Returns the source to assume for the chunks between two located ones, if one tier has both and gave no
 /// handles.
-fn assumed_between(first: &Source, last: &Source) -> Option<Source> {
+fn assumed_between(first: &ChunkSource, last: &ChunkSource) -> Option<ChunkSource> {
     let both = (first, last);
     let (
-        Source::Tier {
+        ChunkSource::Tier {
             index,
             handle: None,
             ..
         },
-        Source::Tier {
+        ChunkSource::Tier {
             index: of_last,
             handle: None,
             ..

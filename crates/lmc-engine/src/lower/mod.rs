@@ -32,12 +32,12 @@ use crate::config::{EngineConfig, EngineError};
 use crate::histogram::{Histogram, HistogramSnapshot};
 use crate::policy::{LowerTier, TierPolicy, WritePolicy};
 use crate::pushed::PushedChunks;
-pub(crate) use locate::{Source, Sources, Waits};
+pub(crate) use locate::{ChunkSource, Sources, Waits};
 use permits::Permits;
 pub(crate) use promote::{Prompt, half_of};
 use uses::Uses;
 use write_queue::WriteQueue;
-pub(crate) use write_queue::{Moment, Offer, POLL};
+pub(crate) use write_queue::{Offer, OfferReason, POLL};
 
 /// Longest time at the end of a close that is reserved for closing the tiers, after the writes.
 const CLOSING: Duration = Duration::from_secs(1);
@@ -113,7 +113,7 @@ pub struct LowerStatus {
 
 /// Counters of one tier.
 #[derive(Debug, Default)]
-struct Counters {
+struct TierCounters {
     written: AtomicU64,
     written_bytes: AtomicU64,
     write_dropped: AtomicU64,
@@ -147,7 +147,7 @@ struct Tier {
     /// Counts of uses, for admission; `None` if every chunk is admitted.
     uses: Option<Uses>,
     queue: WriteQueue,
-    counters: Counters,
+    counters: TierCounters,
     /// Time until which no prompt waits for this tier if other tiers have its chunks.
     late_until: Mutex<Option<Instant>>,
     _kept: Option<Arc<dyn fmt::Debug + Send + Sync>>,
@@ -234,7 +234,7 @@ impl LowerTiers {
                 backend,
                 uses: Uses::of_policy(policy.admit),
                 queue: WriteQueue::new(policy.write_queue_bytes.unwrap_or(pool / 8)),
-                counters: Counters::default(),
+                counters: TierCounters::default(),
                 late_until: Mutex::default(),
                 policy,
             }

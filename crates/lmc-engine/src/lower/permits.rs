@@ -17,10 +17,10 @@ use tokio::sync::oneshot;
 /// its share. A tier with no units in use is granted one request of any size. Requests for the same tiers are
 /// served by owner in turn, and each owner's requests in their order.
 #[derive(Debug, Clone)]
-pub(super) struct Permits(Arc<Mutex<State>>);
+pub(super) struct Permits(Arc<Mutex<PermitPool>>);
 
 #[derive(Debug)]
-struct State {
+struct PermitPool {
     /// Units reserved for each tier.
     share: u32,
     /// Units that any tier may use in addition to its share.
@@ -28,12 +28,12 @@ struct State {
     /// Units in use, for each tier.
     used: Vec<u32>,
     /// Waiting requests, in the order in which they are considered.
-    queues: VecDeque<Queue>,
+    queues: VecDeque<PermitQueue>,
 }
 
 /// Requests that wait for units of the same tiers.
 #[derive(Debug)]
-struct Queue {
+struct PermitQueue {
     /// Set of tiers, one bit for each.
     tiers: u64,
     waiting: HashMap<OwnerId, VecDeque<Waiting>>,
@@ -60,7 +60,7 @@ fn bits(units: &[u32]) -> u64 {
     tiers.fold(0, |bits, (tier, _)| bits | 1 << tier)
 }
 
-impl State {
+impl PermitPool {
     /// Returns true if a request for these units of each tier can be granted now.
     fn fits(&self, units: &[u32]) -> bool {
         let over = |(used, units): (&u32, &u32)| (used + units).saturating_sub(self.share);
@@ -86,9 +86,9 @@ impl State {
 
     /// Removes the next request that can be granted from its queue, and takes its units.
     fn next(&mut self) -> Option<Waiting> {
-        self.queues.iter_mut().for_each(Queue::skip_closed);
+        self.queues.iter_mut().for_each(PermitQueue::skip_closed);
         self.queues.retain(|queue| !queue.turns.is_empty());
-        let is_granted = |queue: &Queue| {
+        let is_granted = |queue: &PermitQueue| {
             let front = queue.front();
             front.is_some_and(|front| self.fits(&front.units))
         };
@@ -103,7 +103,7 @@ impl State {
     }
 }
 
-impl Queue {
+impl PermitQueue {
     fn front(&self) -> Option<&Waiting> {
         self.waiting.get(self.turns.front()?)?.front()
     }
@@ -144,7 +144,7 @@ impl Permits {
     pub(super) fn new(units: u32, tiers: usize) -> Self {
         let shared = if tiers > 1 { units / 2 } else { units };
         let share = (shared / tiers.max(1) as u32).max(1);
-        Self(Arc::new(Mutex::new(State {
+        Self(Arc::new(Mutex::new(PermitPool {
             share,
             common: units.saturating_sub(share * tiers as u32),
             used: vec![0; tiers],
@@ -178,7 +178,7 @@ impl Permits {
             let mut state = self.0.lock();
             let at = state.queues.iter().position(|queue| queue.tiers == tiers);
             let at = at.unwrap_or_else(|| {
-                state.queues.push_back(Queue {
+                state.queues.push_back(PermitQueue {
                     tiers,
                     waiting: HashMap::new(),
                     turns: VecDeque::new(),

@@ -21,7 +21,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
 use super::permits::Permit;
-use super::{ANSWER, Counters, Moment, Source, Tiers, count};
+use super::{ANSWER, ChunkSource, OfferReason, TierCounters, Tiers, count};
 use crate::misses::{Miss, MissReason};
 use crate::request::fits;
 
@@ -65,7 +65,7 @@ struct Rest {
     /// Index of the chunk in the prompt.
     index: usize,
     /// Source of the chunk, if it is a tier without a local index.
-    asked: Option<Source>,
+    asked: Option<ChunkSource>,
     /// The tier that has the chunk, but failed to load it or had no permit for it.
     failed: Option<usize>,
 }
@@ -86,8 +86,8 @@ impl Allowed {
     }
 
     /// Subtracts the bytes of a chunk. Returns false if the permit of its tier does not cover them.
-    fn take(&mut self, source: &Source) -> bool {
-        let Source::Tier { index, len, .. } = source else {
+    fn take(&mut self, source: &ChunkSource) -> bool {
+        let ChunkSource::Tier { index, len, .. } = source else {
             return true;
         };
         let left = self.0[*index].checked_sub(*len);
@@ -157,12 +157,12 @@ impl Drop for Task {
 
 /// Counts a batch of reads as in progress until it is dropped.
 struct UnderWay<'a> {
-    counters: &'a Counters,
+    counters: &'a TierCounters,
     bytes: u64,
 }
 
 impl<'a> UnderWay<'a> {
-    fn new(counters: &'a Counters, items: &[LoadItem]) -> Self {
+    fn new(counters: &'a TierCounters, items: &[LoadItem]) -> Self {
         let bytes = items.iter().map(|item| item.slot.len()).sum();
         count(&counters.promote_batches, 1);
         count(&counters.promote_asked, items.len() as u64);
@@ -190,7 +190,7 @@ pub(crate) struct Prompt {
     /// Hints for tiers that are asked; `None` if no tier is to be asked.
     pub(crate) hint: Option<LocateHint>,
     /// Sources of `keys` from index `first` on.
-    pub(crate) sources: Vec<Source>,
+    pub(crate) sources: Vec<ChunkSource>,
     pub(crate) first: usize,
     /// Start of the reads.
     pub(crate) begun: Instant,
@@ -275,10 +275,10 @@ impl Tiers {
     }
 
     /// Returns the units of each tier that reading these sources takes.
-    fn units<'a>(&self, sources: impl IntoIterator<Item = &'a Source>) -> Vec<u32> {
+    fn units<'a>(&self, sources: impl IntoIterator<Item = &'a ChunkSource>) -> Vec<u32> {
         let mut bytes = vec![0; self.tiers.len()];
         for source in sources {
-            if let Source::Tier { index, len, .. } = source {
+            if let ChunkSource::Tier { index, len, .. } = source {
                 bytes[*index] += len;
             }
         }
@@ -292,7 +292,7 @@ impl Tiers {
     async fn permits(
         &self,
         prompt: &Prompt,
-        wanted: &[(Rest, Source)],
+        wanted: &[(Rest, ChunkSource)],
         elsewhere: &mut Elsewhere,
     ) -> Option<Vec<Permit>> {
         let units = self.units(wanted.iter().map(|(_, source)| source));
@@ -315,7 +315,7 @@ impl Tiers {
             return granted;
         }
         // A chunk that failed at one tier, or that other tiers were asked for, is not asked for again.
-        let waits = |(one, source): &(Rest, Source)| {
+        let waits = |(one, source): &(Rest, ChunkSource)| {
             let waits = one.failed.is_none() && source.tier() == Some(first);
             waits.then_some((one.index, first))
         };
@@ -339,11 +339,11 @@ impl Tiers {
         &self,
         prompt: &Prompt,
         range: Range<usize>,
-    ) -> impl Iterator<Item = (Rest, Source)> {
+    ) -> impl Iterator<Item = (Rest, ChunkSource)> {
         let keys = &prompt.keys[range.clone()];
         let known = prompt.sources(&range).iter().map(|source| match source {
-            Source::Tier { .. } => Some(source.clone()),
-            Source::Dram => None,
+            ChunkSource::Tier { .. } => Some(source.clone()),
+            ChunkSource::Dram => None,
         });
         let mut now = self
             .sources_after(keys, known, prompt.chunk_bytes())
@@ -405,7 +405,7 @@ impl Tiers {
         &self,
         prompt: &Prompt,
         window: &mut Window,
-        wanted: Vec<(Rest, Source)>,
+        wanted: Vec<(Rest, ChunkSource)>,
         begin: Begin,
     ) -> usize {
         let mut end = window.range.end;
@@ -414,7 +414,7 @@ impl Tiers {
             if index >= end {
                 continue;
             }
-            let Source::Tier {
+            let ChunkSource::Tier {
                 index: tier,
                 len,
                 handle,
@@ -581,7 +581,7 @@ impl Tiers {
     }
 
     /// Returns the current source of a chunk; none while it is being removed.
-    fn source_of(&self, prompt: &Prompt, rest: &Rest) -> Option<Source> {
+    fn source_of(&self, prompt: &Prompt, rest: &Rest) -> Option<ChunkSource> {
         let key = [prompt.keys[rest.index]];
         let now = self.sources_now(&key, prompt.chunk_bytes(), rest.failed);
         now.into_iter().next()?.or_else(|| rest.asked.clone())
@@ -600,7 +600,7 @@ impl Tiers {
         rest.sort_unstable_by_key(|one| one.index);
         for one in mem::take(rest) {
             match self.source_of(prompt, &one) {
-                Some(Source::Dram) => {
+                Some(ChunkSource::Dram) => {
                     let key = [prompt.keys[one.index]];
                     let lease = self.local.lease_uncounted(prompt.owner, &key);
                     window.kept.lock().push(lease);
@@ -753,7 +753,8 @@ impl Tiers {
             return self.local.commit_leased(owner, writes).1;
         }
         let _held = self.block_removal();
-        self.commit_and_offer(owner, writes, Moment::Promoted).1
+        self.commit_and_offer(owner, writes, OfferReason::Promoted)
+            .1
     }
 }
 
@@ -769,7 +770,7 @@ impl Prompt {
         self.hint.as_ref()?.chunk_bytes
     }
 
-    fn sources(&self, range: &Range<usize>) -> &[Source] {
+    fn sources(&self, range: &Range<usize>) -> &[ChunkSource] {
         &self.sources[range.start - self.first..range.end - self.first]
     }
 
@@ -790,7 +791,7 @@ impl Prompt {
     fn note_end(&self, index: usize) {
         let source = index.checked_sub(self.first);
         let source = source.and_then(|index| self.sources.get(index));
-        let tier = source.and_then(Source::tier);
+        let tier = source.and_then(ChunkSource::tier);
         if let Some(tier) = tier.filter(|_| self.miss_at(index).is_none()) {
             let miss = match now() >= self.deadline {
                 true => Miss::probable(MissReason::TierLate(Some(tier))),
@@ -822,10 +823,10 @@ pub(crate) fn half_of(deadline: Instant) -> tokio::time::Instant {
 }
 
 /// Returns how many leading sources have at most `most` bytes in total; at least one, unless there are none.
-fn leading<'a>(sources: impl ExactSizeIterator<Item = &'a Source>, most: u64) -> usize {
+fn leading<'a>(sources: impl ExactSizeIterator<Item = &'a ChunkSource>, most: u64) -> usize {
     let mut bytes = 0;
     let all = sources.len();
-    let fits = |source: &&Source| {
+    let fits = |source: &&ChunkSource| {
         bytes += source.bytes();
         bytes <= most
     };

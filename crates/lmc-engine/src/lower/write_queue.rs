@@ -35,9 +35,9 @@ pub(crate) struct Offer {
     pub(crate) slot: SealedSlot,
 }
 
-/// The event on which a chunk is offered to lower tiers.
+/// Reason for offering a chunk to lower tiers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Moment {
+pub(crate) enum OfferReason {
     /// The chunk was computed and committed.
     Computed,
     /// The chunk was promoted from a tier.
@@ -52,7 +52,7 @@ pub(crate) enum Moment {
 /// even if the chunk is evicted meanwhile.
 #[derive(Debug)]
 pub(super) struct WriteQueue {
-    queue: Mutex<Queue>,
+    queue: Mutex<PendingWrites>,
     arrived: Notify,
     /// Bytes in the queue and in batches in progress.
     bytes: AtomicU64,
@@ -60,7 +60,7 @@ pub(super) struct WriteQueue {
 }
 
 #[derive(Debug, Default)]
-struct Queue {
+struct PendingWrites {
     waiting: VecDeque<StoreItem>,
     /// Batches in progress by number, with the number of unfinished chunks of each.
     batches: BTreeMap<u64, usize>,
@@ -195,7 +195,7 @@ impl Tiers {
         &self,
         owner: OwnerId,
         writes: Vec<Write>,
-        moment: Moment,
+        reason: OfferReason,
     ) -> (Vec<Inserted>, Leases) {
         let written = |write: &Write| (write.mark.key(), write.parent, write.origin);
         let written: Vec<_> = writes.iter().map(written).collect();
@@ -210,20 +210,20 @@ impl Tiers {
             origin,
             slot: slot.clone(),
         };
-        self.offer(&new.map(offer).collect::<Vec<_>>(), moment);
+        self.offer(&new.map(offer).collect::<Vec<_>>(), reason);
         (inserted, leases)
     }
 
     /// Offers chunks to every tier except the one that they came from; each tier's policy decides whether the
     /// chunk is queued. Never waits: a chunk that finds a queue full is dropped and counted.
-    pub(crate) fn offer(&self, offers: &[Offer], moment: Moment) {
+    pub(crate) fn offer(&self, offers: &[Offer], reason: OfferReason) {
         for offer in offers {
             // A chunk that a clear has left here for its readers is not written to any tier.
             let Some(space) = self.clears.current_space_of(offer.key.space) else {
                 continue;
             };
             for (index, tier) in self.tiers.iter().enumerate() {
-                if !self.offer_to(index, space, offer, moment) {
+                if !self.offer_to(index, space, offer, reason) {
                     count(&tier.counters.write_dropped, 1);
                 }
             }
@@ -237,19 +237,19 @@ impl Tiers {
             return true;
         };
         let tier = &self.tiers[index];
-        let is_taken = self.offer_to(index, space, offer, Moment::Leaving);
+        let is_taken = self.offer_to(index, space, offer, OfferReason::Leaving);
         let is_too_large = !is_taken && offer.slot.len() > tier.queue.max_bytes;
         count(&tier.counters.write_dropped, u64::from(is_too_large));
         is_taken || is_too_large
     }
 
     /// Returns false if the tier's policy takes the chunk but the queue is full.
-    fn offer_to(&self, index: usize, space: SpaceId, offer: &Offer, moment: Moment) -> bool {
+    fn offer_to(&self, index: usize, space: SpaceId, offer: &Offer, reason: OfferReason) -> bool {
         let tier = &self.tiers[index];
         if offer.origin.is_tier(index)
             || tier.backend.writer().is_none()
             || !tier.policy.spaces.picks(space)
-            || !tier.takes(&offer.key, moment, offer.origin.is_after(index))
+            || !tier.takes(&offer.key, reason, offer.origin.is_after(index))
         {
             return true;
         }
@@ -262,31 +262,31 @@ impl Tiers {
 impl Tier {
     /// Returns true if the tier's policy is to write a chunk now. `is_from_after`: the chunk came from a tier
     /// after this one.
-    fn takes(&self, key: &ChunkKey, moment: Moment, is_from_after: bool) -> bool {
+    fn takes(&self, key: &ChunkKey, reason: OfferReason, is_from_after: bool) -> bool {
         let is_through = self.policy.write == WritePolicy::Through;
-        let is_time = match moment {
-            Moment::Computed => is_through,
-            Moment::Promoted => is_through && self.policy.fill && is_from_after,
+        let accepts_reason = match reason {
+            OfferReason::Computed => is_through,
+            OfferReason::Promoted => is_through && self.policy.fill && is_from_after,
             // Without use counts, the chunk was already written when it was computed.
-            Moment::Found => is_through && self.uses.is_some(),
-            Moment::Leaving => !is_through,
+            OfferReason::Found => is_through && self.uses.is_some(),
+            OfferReason::Leaving => !is_through,
         };
         let Some(uses) = &self.uses else {
-            return is_time;
+            return accepts_reason;
         };
-        let used = match moment {
-            Moment::Leaving => uses.of(key),
+        let used = match reason {
+            OfferReason::Leaving => uses.of(key),
             _ => uses.add(key),
         };
-        if moment == Moment::Found {
+        if reason == OfferReason::Found {
             // Without a local index, finding out whether the tier already has the chunk costs a request.
             let is_new = used == uses.least || self.backend.index().is_some();
-            return is_time && used >= uses.least && is_new;
+            return accepts_reason && used >= uses.least && is_new;
         }
-        if is_time && used < uses.least {
+        if accepts_reason && used < uses.least {
             count(&self.counters.write_declined, 1);
         }
-        is_time && used >= uses.least
+        accepts_reason && used >= uses.least
     }
 }
 

@@ -306,7 +306,7 @@ fn prepare(
                 let stored = stored.collect::<Result<Vec<_>>>()?;
                 let ask = stored.iter().zip(0..);
                 let ask = ask.map(|(prompt, number)| Ask::lookup(plan, prompt, client, number));
-                askers.push(Asker::new(plan, Source::Turns(ask.collect()))?);
+                askers.push(Asker::new(plan, RequestSource::Turns(ask.collect()))?);
             }
             // Work that a server does after its answer must not cause misses.
             settle(&mut askers, plan)?;
@@ -314,7 +314,7 @@ fn prepare(
         Workload::LookupCold => {
             for &client in clients {
                 let prompts = Prompts::new(plan, case, client);
-                askers.push(Asker::new(plan, Source::Fresh(prompts, client))?);
+                askers.push(Asker::new(plan, RequestSource::Fresh(prompts, client))?);
             }
         }
         Workload::Retrieve | Workload::Mixed => {
@@ -331,7 +331,7 @@ fn prepare(
 fn settle(askers: &mut [Asker], plan: &Plan) -> Result<()> {
     let deadline = Instant::now() + plan.args.timeout;
     for asker in askers {
-        let Source::Turns(asks) = &asker.source else {
+        let RequestSource::Turns(asks) = &asker.source else {
             continue;
         };
         for ask in asks {
@@ -458,14 +458,14 @@ impl Ask {
     }
 }
 
-enum Source {
+enum RequestSource {
     Noop(Encoded),
     Turns(Vec<Ask>),
     Fresh(Prompts, u64),
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Step {
+enum LookupPhase {
     First,
     Query,
     End,
@@ -474,23 +474,23 @@ enum Step {
 /// A connection that sends one request after the other.
 struct Asker {
     client: Client,
-    source: Source,
+    source: RequestSource,
     turn: usize,
     fresh: Option<Ask>,
-    step: Step,
+    phase: LookupPhase,
     started: Instant,
     measured: bool,
     done: u64,
 }
 
 impl Asker {
-    fn new(plan: &Plan, source: Source) -> Result<Self> {
+    fn new(plan: &Plan, source: RequestSource) -> Result<Self> {
         Ok(Self {
             client: plan.connect()?,
             source,
             turn: 0,
             fresh: None,
-            step: Step::First,
+            phase: LookupPhase::First,
             started: Instant::now(),
             measured: false,
             done: 0,
@@ -498,22 +498,22 @@ impl Asker {
     }
 
     fn noop(plan: &Plan) -> Result<Self> {
-        Self::new(plan, Source::Noop(Encoded::new(&Request::Noop)))
+        Self::new(plan, RequestSource::Noop(Encoded::new(&Request::Noop)))
     }
 
     /// Sends the first request of the next operation.
     fn begin(&mut self, plan: &Plan, clock: &Clock) -> Result<()> {
         self.turn += 1;
-        self.step = Step::First;
-        if let Source::Fresh(prompts, client) = &mut self.source {
+        self.phase = LookupPhase::First;
+        if let RequestSource::Fresh(prompts, client) = &mut self.source {
             let mut ask = Ask::lookup(plan, &prompts.fresh(), *client, self.turn as u64);
             ask.expected = (prompts.shape.shared_tokens / plan.chunk_tokens) as u64;
             self.fresh = Some(ask);
         }
         let first = match (&self.source, &self.fresh) {
-            (Source::Noop(request), _) => request,
-            (Source::Turns(asks), _) => &asks[self.turn % asks.len()].first,
-            (Source::Fresh(..), fresh) => &fresh.as_ref().context("it was just made")?.first,
+            (RequestSource::Noop(request), _) => request,
+            (RequestSource::Turns(asks), _) => &asks[self.turn % asks.len()].first,
+            (RequestSource::Fresh(..), fresh) => &fresh.as_ref().context("it was just made")?.first,
         };
         self.measured = clock.measures();
         self.started = Instant::now();
@@ -523,7 +523,7 @@ impl Asker {
     /// Takes the next answer. Returns true if the operation is over.
     fn advance(&mut self, clock: &Clock, tally: &mut Tally) -> Result<bool> {
         let ask = match (&self.source, &self.fresh) {
-            (Source::Noop(request), _) => {
+            (RequestSource::Noop(request), _) => {
                 request.receive(&mut self.client)?;
                 if clock.counts(self.measured) {
                     tally.noop.latency.push(self.started.elapsed());
@@ -531,19 +531,19 @@ impl Asker {
                 }
                 return Ok(true);
             }
-            (Source::Turns(asks), _) => &asks[self.turn % asks.len()],
-            (Source::Fresh(..), fresh) => fresh.as_ref().context("it was begun")?,
+            (RequestSource::Turns(asks), _) => &asks[self.turn % asks.len()],
+            (RequestSource::Fresh(..), fresh) => fresh.as_ref().context("it was begun")?,
         };
-        match self.step {
-            Step::First => {
+        match self.phase {
+            LookupPhase::First => {
                 ask.first.receive(&mut self.client)?;
                 if self.measured {
                     tally.lookup.control.push(self.started.elapsed());
                 }
                 ask.query.send(&mut self.client)?;
-                self.step = Step::Query;
+                self.phase = LookupPhase::Query;
             }
-            Step::Query => match ask.query.receive_hits(&mut self.client)? {
+            LookupPhase::Query => match ask.query.receive_hits(&mut self.client)? {
                 None => ask.query.send(&mut self.client)?,
                 Some(found) => {
                     if clock.counts(self.measured) {
@@ -556,13 +556,14 @@ impl Asker {
                         ask.expected
                     );
                     // No chunks of a cold prompt are expected, so it has no misses.
-                    let misses = matches!(self.source, Source::Turns(_)) && found < ask.expected;
+                    let misses =
+                        matches!(self.source, RequestSource::Turns(_)) && found < ask.expected;
                     tally.counts.misses += u64::from(misses);
                     ask.end.send(&mut self.client)?;
-                    self.step = Step::End;
+                    self.phase = LookupPhase::End;
                 }
             },
-            Step::End => {
+            LookupPhase::End => {
                 ask.end.receive(&mut self.client)?;
                 return Ok(true);
             }

@@ -25,7 +25,7 @@ const OTHER_PREFIXES: &[&str] = &["LMC_TEST_", "LMC_BENCH_", "LMC_XTASK_"];
 
 /// Origin of a value.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Source {
+pub enum SettingOrigin {
     /// A flag on the command line.
     Flag(String),
     /// An environment variable.
@@ -36,7 +36,7 @@ pub enum Source {
     Default,
 }
 
-impl fmt::Display for Source {
+impl fmt::Display for SettingOrigin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Flag(flag) => write!(f, "flag {flag}"),
@@ -55,7 +55,7 @@ pub struct Entry {
     /// Value as it was written.
     pub raw: Raw,
     /// Origin of the entry.
-    pub source: Source,
+    pub source: SettingOrigin,
 }
 
 impl Entry {
@@ -254,7 +254,7 @@ impl Layers {
     pub(crate) fn finish_store(&mut self, store: Self) -> Vec<Entry> {
         self.problems.extend(store.problems);
         let mut entries = store.entries;
-        entries.retain(|entry| entry.source != Source::Default);
+        entries.retain(|entry| entry.source != SettingOrigin::Default);
         entries
     }
 
@@ -292,12 +292,15 @@ impl Layers {
         let key = info.key();
         let key = self.keys.iter().find(|(name, _)| *name == key);
         let (raw, source) = match (flag, variable, key, &self.file) {
-            (Some((_, raw)), ..) => (raw.clone(), Source::Flag(info.flag())),
-            (None, Some((name, value)), ..) => {
-                (Raw::Text(value.clone()), Source::Variable(name.clone()))
+            (Some((_, raw)), ..) => (raw.clone(), SettingOrigin::Flag(info.flag())),
+            (None, Some((name, value)), ..) => (
+                Raw::Text(value.clone()),
+                SettingOrigin::Variable(name.clone()),
+            ),
+            (None, None, Some((_, raw)), Some(path)) => {
+                (raw.clone(), SettingOrigin::File(path.clone()))
             }
-            (None, None, Some((_, raw)), Some(path)) => (raw.clone(), Source::File(path.clone())),
-            _ => (default_of(info), Source::Default),
+            _ => (default_of(info), SettingOrigin::Default),
         };
         Entry { info, raw, source }
     }
@@ -312,18 +315,18 @@ fn subject_of(entry: &Entry) -> String {
     let Entry { info, source, .. } = entry;
     if info.secret().is_some() {
         return match source {
-            Source::Flag(flag) => flag.clone(),
-            Source::Variable(name) => name.clone(),
-            Source::File(path) => format!("{}: {}", path.display(), info.key()),
-            Source::Default => info.flag(),
+            SettingOrigin::Flag(flag) => flag.clone(),
+            SettingOrigin::Variable(name) => name.clone(),
+            SettingOrigin::File(path) => format!("{}: {}", path.display(), info.key()),
+            SettingOrigin::Default => info.flag(),
         };
     }
     let value = entry.shown(str::to_owned);
     match source {
-        Source::Flag(flag) => format!("{flag} {value}"),
-        Source::Variable(name) => format!("{name}={value}"),
-        Source::File(path) => format!("{}: {} = {value}", path.display(), info.key()),
-        Source::Default => info.flag(),
+        SettingOrigin::Flag(flag) => format!("{flag} {value}"),
+        SettingOrigin::Variable(name) => format!("{name}={value}"),
+        SettingOrigin::File(path) => format!("{}: {} = {value}", path.display(), info.key()),
+        SettingOrigin::Default => info.flag(),
     }
 }
 

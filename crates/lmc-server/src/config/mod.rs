@@ -17,7 +17,7 @@ mod suggest;
 mod tiers;
 
 pub use foreign::{Foreign, Verdict, foreign_flags};
-pub use layers::{Entry, Source};
+pub use layers::{Entry, SettingOrigin};
 pub(crate) use log_level::check_level;
 pub use log_level::filter_of;
 pub(crate) use parse::quotas as parse_quotas;

@@ -58,7 +58,7 @@ fn every_default_parses() {
         loaded
             .entries
             .iter()
-            .all(|entry| entry.source == Source::Default)
+            .all(|entry| entry.source == SettingOrigin::Default)
     );
     assert_eq!(loaded.config.host, "127.0.0.1");
     assert_eq!((loaded.config.port, loaded.config.http_port), (5555, 8080));

@@ -12,7 +12,7 @@ use lmc_backend_remote::{RemoteTier, StaleDeleted};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use super::{Shared, refusal, state_of};
+use super::{HttpState, refusal, state_of};
 
 /// The deletion that was ordered last.
 #[derive(Clone, Debug, Default)]
@@ -93,7 +93,7 @@ impl LastDeletion {
 }
 
 /// Answers with the progress of the last deletion in each store.
-pub(super) async fn status(State(http): Shared) -> Response {
+pub(super) async fn status(State(http): HttpState) -> Response {
     let stores = http.deletion.to_json();
     match stores.as_array().is_some_and(Vec::is_empty) {
         true => refusal(

@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 
-use super::{Http, STOPPING, Shared, lmcache, refusal};
+use super::{Http, HttpState, STOPPING, lmcache, refusal};
 
 /// Time between two states of a stream.
 const LIVE_EVERY: Duration = Duration::from_secs(2);
@@ -64,7 +64,7 @@ async fn page(headers: HeaderMap) -> Response {
 }
 
 /// Sends each state until the client leaves, the server stops, or the life of the stream is over.
-async fn live(State(http): Shared) -> Response {
+async fn live(State(http): HttpState) -> Response {
     if http.is_stopping() {
         return refusal(StatusCode::SERVICE_UNAVAILABLE, STOPPING);
     }
@@ -197,14 +197,14 @@ impl History {
     }
 }
 
-async fn history(State(http): Shared) -> Response {
+async fn history(State(http): HttpState) -> Response {
     let samples: Vec<Sample> = http.history.0.lock().iter().cloned().collect();
     Json(json!({"every_seconds": SAMPLE_TICKS * LIVE_EVERY.as_secs(), "samples": samples}))
         .into_response()
 }
 
 /// Answers with the hit ratios that caches of other sizes would have had.
-async fn advise(State(http): Shared) -> Response {
+async fn advise(State(http): HttpState) -> Response {
     let curve = http.service.engine().demand();
     let status = match http.probe.status().await {
         Ok(status) => status,

@@ -23,7 +23,7 @@ use serde_json::{Map, Value, json};
 use tokio::sync::oneshot;
 
 use super::guard::ConnectionUser;
-use super::{Http, Shared, deletion, refusal};
+use super::{Http, HttpState, deletion, refusal};
 use crate::config::{Entry, Loaded, SegmentName, TierSettings, policy_name};
 use crate::salts;
 
@@ -68,7 +68,7 @@ fn refused(text: impl Into<String>) -> Response {
     refusal(StatusCode::BAD_REQUEST, text)
 }
 
-async fn health(State(http): Shared) -> Response {
+async fn health(State(http): HttpState) -> Response {
     match super::served(&http).await {
         Ok(_) => Json(json!({"status": "healthy"})).into_response(),
         Err((_, reason)) => {
@@ -79,7 +79,7 @@ async fn health(State(http): Shared) -> Response {
 }
 
 /// Returns the settings in effect, with salts in clear for trusted users only.
-async fn settings(State(http): Shared, Extension(user): Extension<ConnectionUser>) -> Response {
+async fn settings(State(http): HttpState, Extension(user): Extension<ConnectionUser>) -> Response {
     let loaded = http.reload.loaded();
     let shown = match user.0 {
         Ok(Trust::User) => config(&http.service, &loaded, str::to_owned),
@@ -153,7 +153,7 @@ fn config(service: &Service, loaded: &Loaded, shown_salt: impl Fn(&str) -> Strin
 
 /// Answers with LMCache's fields where its tools look for them, and with lmc's own fields under `lmc`;
 /// with `full=1` also with every bucket of the durations.
-async fn status(State(http): Shared, Query(asked): Query<Map<String, Value>>) -> Response {
+async fn status(State(http): HttpState, Query(asked): Query<Map<String, Value>>) -> Response {
     let full = asked.get("full").is_some_and(|full| full == "1");
     match state(&http, full).await {
         Ok(state) => Json(state).into_response(),
@@ -318,7 +318,7 @@ fn context(instance: &InstanceStatus, chunk_size: u32) -> Value {
 
 /// Clears the cache. The body is optional, and so are its fields: `tier` is `l1` or `all`; `force` and
 /// `shared` are booleans. With `shared`, chunks in shared stores are deleted in the background.
-async fn clear(State(http): Shared, body: Bytes) -> Response {
+async fn clear(State(http): HttpState, body: Bytes) -> Response {
     let asked: Value = if body.is_empty() {
         json!({})
     } else {
@@ -422,7 +422,7 @@ async fn delete_objects(body: Bytes) -> Response {
 
 /// Checksums of a worker's own blocks, which `lmcache bench server` compares before and after.
 /// LMCache answers with MD5; lmc uses XXH3-128, which has the same length and is faster.
-async fn checksums(State(http): Shared, body: Bytes) -> Response {
+async fn checksums(State(http): HttpState, body: Bytes) -> Response {
     let asked: Value = match serde_json::from_slice(&body) {
         Ok(asked @ Value::Object(_)) => asked,
         _ => return refused("expected a JSON object with instance_id, block_ids and chunk_size"),
@@ -497,7 +497,7 @@ fn tenant(http: &Http, salt: &Salt) -> Option<TenantStatus> {
 
 /// Answers trusted users only: an answer would confirm a guessed salt.
 async fn quota(
-    State(http): Shared,
+    State(http): HttpState,
     Extension(user): Extension<ConnectionUser>,
     Path(salt): Path<String>,
 ) -> Response {
@@ -519,7 +519,7 @@ async fn quota(
     .into_response()
 }
 
-async fn set_quota(State(http): Shared, Path(salt): Path<String>, body: Bytes) -> Response {
+async fn set_quota(State(http): HttpState, Path(salt): Path<String>, body: Bytes) -> Response {
     let salt = match salts::parse(&salt) {
         Ok(salt) => salt,
         Err(error) => return refused(error.to_string()),
@@ -567,7 +567,7 @@ async fn change_quota(http: &Http, salt: &Salt, quota: Option<u64>) -> bool {
     changed.await.unwrap_or(false)
 }
 
-async fn delete_quota(State(http): Shared, Path(salt): Path<String>) -> Response {
+async fn delete_quota(State(http): HttpState, Path(salt): Path<String>) -> Response {
     let salt = match salts::parse(&salt) {
         Ok(salt) => salt,
         Err(error) => return refused(error.to_string()),
@@ -581,7 +581,7 @@ async fn delete_quota(State(http): Shared, Path(salt): Path<String>) -> Response
     Json(json!({"cache_salt": salts::in_clear(&salt), "status": status})).into_response()
 }
 
-async fn quotas(State(http): Shared, Extension(user): Extension<ConnectionUser>) -> Response {
+async fn quotas(State(http): HttpState, Extension(user): Extension<ConnectionUser>) -> Response {
     let tenants = http.service.engine().tenants().into_iter();
     let tenants: HashMap<u32, TenantStatus> = tenants.map(|usage| (usage.tenant, usage)).collect();
     let mut users = Map::new();

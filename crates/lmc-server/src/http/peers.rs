@@ -16,7 +16,7 @@ use lmc_transfer::PeerId;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 
-use super::{Http, Shared, refusal, state_of};
+use super::{Http, HttpState, refusal, state_of};
 
 /// Pause before a peer that still reads for an earlier order is asked again, and the number of tries.
 const BUSY: (Duration, u32) = (Duration::from_millis(500), 60);
@@ -66,7 +66,7 @@ fn no_peers() -> Response {
     )
 }
 
-async fn status(State(http): Shared) -> Response {
+async fn status(State(http): HttpState) -> Response {
     if http.peers.is_none() && http.directory.is_none() {
         return no_peers();
     }
@@ -78,7 +78,7 @@ async fn status(State(http): Shared) -> Response {
     Json(status).into_response()
 }
 
-async fn last_copy(State(http): Shared) -> Response {
+async fn last_copy(State(http): HttpState) -> Response {
     match &*http.copy.lock() {
         Some(copy) => Json(copy.to_json()).into_response(),
         None => refusal(StatusCode::NOT_FOUND, "no copy was ordered since the start"),
@@ -87,7 +87,7 @@ async fn last_copy(State(http): Shared) -> Response {
 
 /// Orders a peer to read chunks of this server: `{"peer": NAME, "model": NAME, "space": ID,
 /// "limit": BYTES}`, all but the first optional.
-async fn copy(State(http): Shared, body: Bytes) -> Response {
+async fn copy(State(http): HttpState, body: Bytes) -> Response {
     let Some(peers) = &http.peers else {
         return no_peers();
     };

@@ -36,13 +36,13 @@ const OUTCOMES: [(Prefill, &str); 7] = [
 ];
 
 #[derive(Debug, Default)]
-pub(super) struct Counters {
+pub(super) struct ProxyCounters {
     outcomes: [AtomicU64; OUTCOMES.len()],
     /// Time of the successful prefills.
     prefill_micros: AtomicU64,
 }
 
-impl Counters {
+impl ProxyCounters {
     pub(super) fn count(&self, outcome: Prefill) {
         self.outcomes[outcome as usize].fetch_add(1, Ordering::Relaxed);
     }
@@ -79,7 +79,7 @@ const OF_ENGINES: [OfEngines; 3] = [
 ];
 
 /// Returns the page in Prometheus's text format.
-pub(super) fn page(counters: &Counters, prefill: &Engines, decode: &Engines) -> String {
+pub(super) fn page(counters: &ProxyCounters, prefill: &Engines, decode: &Engines) -> String {
     let mut page = String::new();
     let head = |page: &mut String, name: &str, kind: &str, help: &str| {
         let _ = writeln!(page, "# HELP {name} {help}\n# TYPE {name} {kind}");
@@ -131,7 +131,7 @@ mod tests {
     fn every_metric_is_documented() {
         let guide = include_str!("../../../../docs/pd.md");
         let engines = Engines::new(&["http://a:1".parse().expect("an address")], &[]);
-        let page = page(&Counters::default(), &engines, &engines);
+        let page = page(&ProxyCounters::default(), &engines, &engines);
         let names = page.lines().filter_map(|line| line.strip_prefix("# TYPE "));
         let names: Vec<&str> = names.filter_map(|line| line.split(' ').next()).collect();
         assert_eq!(names.len(), 5);

@@ -127,7 +127,7 @@ enum Command {
 
 /// State of the link that other threads read.
 #[derive(Debug, Default)]
-struct State {
+struct LinkState {
     /// The connection that requests may use.
     session: Mutex<SessionId>,
     changed: Condvar,
@@ -135,7 +135,7 @@ struct State {
     lost: AtomicU64,
 }
 
-impl State {
+impl LinkState {
     fn set(&self, session: SessionId) {
         *self.session.lock() = session;
         self.changed.notify_all();
@@ -146,7 +146,7 @@ impl State {
 #[derive(Debug)]
 pub(crate) struct Link {
     commands: mpsc::UnboundedSender<Command>,
-    state: Arc<State>,
+    state: Arc<LinkState>,
     thread: OwnThread,
 }
 
@@ -200,7 +200,7 @@ impl Link {
         ping_timeout: Duration,
     ) -> io::Result<Self> {
         let (commands, received) = mpsc::unbounded_channel();
-        let state = Arc::new(State::default());
+        let state = Arc::new(LinkState::default());
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?;
@@ -536,7 +536,7 @@ struct Driver {
     /// Checks of the deadlines within which a ping must be answered; then the server is considered
     /// dead.
     ping_looks: u32,
-    state: Arc<State>,
+    state: Arc<LinkState>,
     commands: mpsc::UnboundedReceiver<Command>,
     last_session: SessionId,
     next_uid: u64,

@@ -16,7 +16,7 @@ use crate::adapters::link::{Awaited, Link, LinkError, SessionId};
 use crate::adapters::log::shown;
 use crate::adapters::tensors::DescribedGroup;
 use crate::adapters::work::{Direction, Transfer, Work};
-use crate::adapters::worker_state::{Pool, Shared, add};
+use crate::adapters::worker_state::{Pool, WorkerState, add};
 use crate::protocol::{CacheKey, Reply, Request, SlotDescriptor};
 
 /// Transfers whose requests are under way at the same time.
@@ -93,7 +93,7 @@ impl Failure {
 }
 
 /// A thread that carries out transfers, counted in [`Work::carrying`] until this is dropped.
-struct Carrying<'a>(&'a Shared);
+struct Carrying<'a>(&'a WorkerState);
 
 impl Drop for Carrying<'_> {
     fn drop(&mut self) {
@@ -104,7 +104,7 @@ impl Drop for Carrying<'_> {
 
 /// The thread that moves chunks.
 pub(crate) struct Mover {
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<WorkerState>,
     pub(crate) link: Arc<Link>,
     pub(crate) copies: CopyPool,
     /// True for the second thread, which serves memory on a GPU.

@@ -51,7 +51,7 @@ pub struct SchedulerStats {
 }
 
 #[derive(Debug, Default)]
-struct Counters {
+struct SchedulerCounters {
     lookups: AtomicU64,
     failed: AtomicU64,
     tokens: AtomicU64,
@@ -114,13 +114,13 @@ struct Lookups {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SchedulerState {
     common: Arc<Common>,
     lookups: Mutex<Lookups>,
-    counters: Counters,
+    counters: SchedulerCounters,
 }
 
-impl Shared {
+impl SchedulerState {
     /// Notes the result of a lookup, unless the engine no longer needs it.
     fn found(&self, request_id: &str, number: u64, found: FoundTokens) {
         (self.counters.hits).fetch_add(found.tokens, Ordering::Relaxed);
@@ -161,7 +161,7 @@ impl Shared {
 /// A lookup under way: first of the whole chunks, then of the tail after the chunks that were
 /// found.
 struct PendingLookup {
-    shared: Arc<Shared>,
+    shared: Arc<SchedulerState>,
     link: Weak<Link>,
     request_id: String,
     number: u64,
@@ -304,7 +304,7 @@ impl PendingLookup {
 /// Looks up prompts for an engine's scheduler, without ever waiting on the engine's thread.
 #[derive(Debug)]
 pub struct SchedulerAdapter {
-    shared: Arc<Shared>,
+    shared: Arc<SchedulerState>,
     link: Arc<Link>,
     numbers: AtomicU64,
 }
@@ -334,10 +334,10 @@ impl SchedulerAdapter {
         let link = Link::start(endpoint, setup, Arc::clone(&common.log), timeouts.ping)?;
         common.wait_for_server(&link)?;
         Ok(Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(SchedulerState {
                 common,
                 lookups: Mutex::default(),
-                counters: Counters::default(),
+                counters: SchedulerCounters::default(),
             }),
             link: Arc::new(link),
             numbers: AtomicU64::new(0),

@@ -16,7 +16,9 @@ use crate::adapters::common::{Common, ServerState};
 use crate::adapters::link::{Link, OwnThread};
 use crate::adapters::mover::Mover;
 use crate::adapters::work::{Direction, Work};
-use crate::adapters::worker_state::{Counters, Layouts, Registered, Shared, WorkerSetup, add};
+use crate::adapters::worker_state::{
+    Layouts, Registered, WorkerCounters, WorkerSetup, WorkerState, add,
+};
 use crate::adapters::{
     AdapterError, EndedStore, Endpoint, EngineDescription, Finished, KvLayers, LoadStoreOp,
     LogLine, Timeouts,
@@ -62,7 +64,7 @@ impl EngineStream {
 /// Moves the chunks of an engine's worker, without ever waiting on the engine's thread.
 #[derive(Debug)]
 pub struct WorkerAdapter {
-    shared: Arc<Shared>,
+    shared: Arc<WorkerState>,
     link: Arc<Link>,
     thread: OwnThread,
     /// Carries out retrieves if the memory lies on a GPU, whose link has two directions.
@@ -107,7 +109,7 @@ impl WorkerAdapter {
         let mut ids = [0; 16];
         getrandom::fill(&mut ids).map_err(std::io::Error::from)?;
         let ids = u128::from_le_bytes(ids);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(WorkerState {
             common: Arc::clone(&common),
             // LMCache's server reads a signed number.
             instance_ids: [ids as u64, (ids >> 64) as u64].map(|id| id >> 1),
@@ -120,7 +122,7 @@ impl WorkerAdapter {
             by_name: AtomicBool::new(false),
             work: Mutex::default(),
             changed: Condvar::new(),
-            counters: Counters::default(),
+            counters: WorkerCounters::default(),
         });
         let setup = Arc::new(WorkerSetup(Arc::clone(&shared)));
         let link = Arc::new(Link::start(

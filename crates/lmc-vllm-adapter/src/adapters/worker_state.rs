@@ -21,7 +21,7 @@ use crate::adapters::{AdapterError, KvLayers, LoadStoreOp, Prompt};
 use crate::protocol::{CacheKey, EngineDrivenContext, EngineRecord, Reply, Request, UnknownFields};
 
 #[derive(Debug, Default)]
-pub(crate) struct Counters {
+pub(crate) struct WorkerCounters {
     pub(crate) stored_chunks: AtomicU64,
     pub(crate) stored_bytes: AtomicU64,
     pub(crate) stores_failed: AtomicU64,
@@ -86,7 +86,7 @@ pub(crate) struct Pool {
 }
 
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct WorkerState {
     pub(crate) common: Arc<Common>,
     /// Ids under which the server knows this worker: the first for whole chunks, the second for single blocks.
     pub(crate) instance_ids: [u64; 2],
@@ -103,10 +103,10 @@ pub(crate) struct Shared {
     pub(crate) by_name: AtomicBool,
     pub(crate) work: Mutex<Work>,
     pub(crate) changed: Condvar,
-    pub(crate) counters: Counters,
+    pub(crate) counters: WorkerCounters,
 }
 
-pub(crate) struct WorkerSetup(pub(crate) Arc<Shared>);
+pub(crate) struct WorkerSetup(pub(crate) Arc<WorkerState>);
 
 impl Setup for WorkerSetup {
     fn next(
@@ -271,7 +271,7 @@ fn enter_pages(memory: &Arc<MappedSegment>) {
         .spawn(run);
 }
 
-impl Shared {
+impl WorkerState {
     /// Returns the registration of chunks; `unit` are their tokens, if not the server's chunk size.
     fn registration(&self, server: Server, described: &Described, unit: Option<u32>) -> Request {
         let engine = &self.common.engine;

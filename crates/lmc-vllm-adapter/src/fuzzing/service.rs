@@ -13,12 +13,14 @@ use lmc_key::{ChunkHasher, HashAlgorithm};
 use lmc_memory::ArenaConfig;
 use parking_lot::Mutex;
 
-use crate::peer::{Life, Peer, Witness};
+use crate::peer::{ClientSocket, Life, Witness};
 use crate::protocol::{
     BlockAllocation, CacheKey, CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor,
     RegisterKvCache, Reply, Request, SlotDescriptor, TensorMeta, UnknownFields,
 };
-use crate::service::{ClientId, Job, NextBatch, Outcome, Service, ServiceConfig, Subscription};
+use crate::service::{
+    ClientId, Job, NextBatch, RequestOutcome, Service, ServiceConfig, Subscription,
+};
 
 const CHUNK: usize = 4;
 /// Bytes of a chunk: two planes, one layer, four tokens, two elements of eight bits.
@@ -152,7 +154,7 @@ impl Environment<'_> {
             let request_id = request_id.to_owned();
             let ask = Request::QueryPrefetchStatus { request_id };
             let answer = self.service.handle(client, ask, now);
-            matches!(answer, Outcome::Reply(Reply::None))
+            matches!(answer, RequestOutcome::Reply(Reply::None))
         };
         self.wait_until("promotion", || !pending());
     }
@@ -469,10 +471,10 @@ impl Run<'_> {
             self.takers.insert(client);
         }
         let process = std::fs::metadata("/proc/self").expect("proc");
-        let own_user = Peer {
+        let own_user = ClientSocket {
             uid: Some(process.uid()),
             takes_descriptors,
-            ..Peer::default()
+            ..ClientSocket::default()
         };
         self.environment.service.connected(client, own_user);
         self.clients[peer] = client;
@@ -733,12 +735,12 @@ impl Run<'_> {
                 .handle(client, request.clone(), self.now),
             request,
         ) {
-            (Outcome::Reply(Reply::Registered { .. } | Reply::None), _) if registers => {
+            (RequestOutcome::Reply(Reply::Registered { .. } | Reply::None), _) if registers => {
                 self.dtypes[instance_id as usize] = dtype;
                 self.models[instance_id as usize] = model;
             }
             (
-                Outcome::Reply(Reply::StoreSlots {
+                RequestOutcome::Reply(Reply::StoreSlots {
                     slots,
                     chunk_indices,
                 }),
@@ -760,7 +762,7 @@ impl Run<'_> {
                 }
             }
             (
-                Outcome::Reply(Reply::RetrieveSlots(Some(slots))),
+                RequestOutcome::Reply(Reply::RetrieveSlots(Some(slots))),
                 Request::PrepareRetrieve { key, .. },
             ) => {
                 assert!(!slots.is_empty());
@@ -774,20 +776,20 @@ impl Run<'_> {
                 self.hold(client, instance_id, false, &key, held);
             }
             (
-                Outcome::Reply(Reply::Bool(true)),
+                RequestOutcome::Reply(Reply::Bool(true)),
                 Request::CommitStore { key, .. } | Request::AbandonStore { key, .. },
             ) => {
                 self.hold(client, instance_id, true, &key, Vec::new());
             }
-            (Outcome::Reply(Reply::Bool(true)), Request::CommitRetrieve { key, .. }) => {
+            (RequestOutcome::Reply(Reply::Bool(true)), Request::CommitRetrieve { key, .. }) => {
                 self.hold(client, instance_id, false, &key, Vec::new());
             }
-            (Outcome::Reply(Reply::Int(1..)), Request::AbandonEarlier { .. }) => {
+            (RequestOutcome::Reply(Reply::Int(1..)), Request::AbandonEarlier { .. }) => {
                 let is_gone = |client| self.gone.iter().any(|gone| gone.client == client);
                 self.held
                     .retain(|held| held.instance_id != instance_id || !is_gone(held.client));
             }
-            (Outcome::Reply(reply), Request::PoolDescriptor) => {
+            (RequestOutcome::Reply(reply), Request::PoolDescriptor) => {
                 let is_passed = self.takers.remove(&client);
                 assert_eq!(matches!(reply, Reply::Int(_)), is_passed, "{reply:?}");
                 if is_passed {
@@ -796,28 +798,28 @@ impl Run<'_> {
                     environment.service.set_witness(client, process);
                 }
             }
-            (Outcome::Reply(_), Request::Lookup(key)) => {
+            (RequestOutcome::Reply(_), Request::Lookup(key)) => {
                 // Some runs continue while the chunks are promoted.
                 if self.choices.below(4) > 0 {
                     environment.wait_for_promotion(client, &key.request_id, self.now);
                 }
             }
-            (Outcome::Reply(_), _) => {}
-            (Outcome::Stream(stream), _) => self.streams.push(stream),
+            (RequestOutcome::Reply(_), _) => {}
+            (RequestOutcome::Stream(stream), _) => self.streams.push(stream),
             // Copies run one after the other on this thread, so none is in progress.
-            (Outcome::WhenIdle(entrance), _) => {
+            (RequestOutcome::WhenIdle(entrance), _) => {
                 let (sender, receiver) = std::sync::mpsc::channel();
                 entrance.when_idle(Box::new(move || {
                     sender.send(()).expect("the receiver is open")
                 }));
                 receiver.try_recv().expect("no copy is in progress");
             }
-            (Outcome::Wait(_), request) => panic!("unexpected wait for {request:?}"),
-            (Outcome::Job(job), Request::Clear { .. }) => {
+            (RequestOutcome::Wait(_), request) => panic!("unexpected wait for {request:?}"),
+            (RequestOutcome::Job(job), Request::Clear { .. }) => {
                 job.run();
             }
             (
-                Outcome::Job(job),
+                RequestOutcome::Job(job),
                 Request::Store {
                     key, mut block_ids, ..
                 },
@@ -829,7 +831,7 @@ impl Run<'_> {
                 skip: None,
             }),
             (
-                Outcome::Job(job),
+                RequestOutcome::Job(job),
                 Request::Retrieve {
                     key,
                     mut block_ids,
@@ -843,7 +845,7 @@ impl Run<'_> {
                 block_ids: block_ids.swap_remove(0),
                 skip: Some(skip_first_n_tokens as usize),
             }),
-            (Outcome::Job(_), request) => panic!("unexpected job for {request:?}"),
+            (RequestOutcome::Job(_), request) => panic!("unexpected job for {request:?}"),
         }
         for stream in &mut self.streams {
             if let NextBatch::Batch(batch) = environment.service.next_batch(stream) {

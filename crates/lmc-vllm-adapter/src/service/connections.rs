@@ -6,13 +6,13 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 
-use crate::peer::{Life, Peer, Witness};
+use crate::peer::{ClientSocket, Life, Witness};
 use crate::service::ClientId;
 
 /// A connection that is open, or that has ended and whose slots are still held.
 #[derive(Debug, Default)]
 pub(crate) struct Connection {
-    pub(crate) peer: Peer,
+    pub(crate) peer: ClientSocket,
     pub(crate) witness: Option<Arc<dyn Witness>>,
     pub(crate) ended: Option<Ended>,
     /// True once the pool's descriptor was passed over it.
@@ -54,7 +54,7 @@ pub(super) struct Connections {
 
 impl Connections {
     /// Adds a connection.
-    pub(super) fn open(&self, client: ClientId, peer: Peer) {
+    pub(super) fn open(&self, client: ClientId, peer: ClientSocket) {
         let connection = Connection {
             peer,
             ..Connection::default()
@@ -135,7 +135,12 @@ impl Connections {
 
     /// Ends a connection, and keeps it if slots are `held` for it. Returns its address and the
     /// processes behind it.
-    pub(super) fn end(&self, client: ClientId, held: bool, now: Instant) -> (Peer, Vec<u32>) {
+    pub(super) fn end(
+        &self,
+        client: ClientId,
+        held: bool,
+        now: Instant,
+    ) -> (ClientSocket, Vec<u32>) {
         let (peer, witness) = {
             let mut connections = self.all.lock();
             let connection = connections.entry(client).or_default();
@@ -168,7 +173,7 @@ impl Connections {
     pub(super) fn with_ended<T>(
         &self,
         client: ClientId,
-        look: impl FnOnce(&Peer, &mut Ended) -> T,
+        look: impl FnOnce(&ClientSocket, &mut Ended) -> T,
     ) -> Option<T> {
         let mut connections = self.all.lock();
         let connection = connections.get_mut(&client)?;

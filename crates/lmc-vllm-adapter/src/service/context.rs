@@ -17,7 +17,7 @@ use crate::service::notices::Notices;
 use crate::service::pulse::Pulse;
 use crate::service::request_log::AtomicRequestLog;
 use crate::service::spaces::Spaces;
-use crate::service::spans::{Copied, Span, Spans, Step};
+use crate::service::spans::{Copied, Span, SpanStep, Spans};
 use crate::service::stats::{ServiceCounters, Stats, add};
 use crate::service::throttle::Throttle;
 
@@ -193,7 +193,7 @@ impl Context {
         names: (&str, &str),
         parent: Option<TraceParent>,
         took: Duration,
-        step: impl FnOnce() -> Step,
+        step: impl FnOnce() -> SpanStep,
     ) {
         let Some(spans) = &self.spans else {
             return;
@@ -210,17 +210,21 @@ impl Context {
     /// Counts a store that failed, and notes its span. `begun` is the time of the worker's request.
     pub(super) fn store_failed(&self, key: &CacheKey, begun: Instant) {
         add(&self.stats.service.stores_failed, 1);
-        self.add_copy(key, begun.elapsed(), || Step::Store(Copied::failed(key)));
+        self.add_copy(key, begun.elapsed(), || {
+            SpanStep::Store(Copied::failed(key))
+        });
     }
 
     /// Counts a retrieve that failed, and notes its span. `begun` is the time of the worker's request.
     pub(super) fn retrieve_failed(&self, key: &CacheKey, begun: Instant) {
         add(&self.stats.service.retrieves_missed, 1);
-        self.add_copy(key, begun.elapsed(), || Step::Retrieve(Copied::failed(key)));
+        self.add_copy(key, begun.elapsed(), || {
+            SpanStep::Retrieve(Copied::failed(key))
+        });
     }
 
     /// As [`Self::add_span`], for a range that a worker has copied.
-    pub(super) fn add_copy(&self, key: &CacheKey, took: Duration, step: impl FnOnce() -> Step) {
+    pub(super) fn add_copy(&self, key: &CacheKey, took: Duration, step: impl FnOnce() -> SpanStep) {
         let id = key.request_id.as_str();
         // A tail is retrieved under an id of its own.
         let id = id.strip_suffix(TAIL_LOOKUP).unwrap_or(id);

@@ -15,7 +15,7 @@ use crate::service::opened::{GroupCopy, ServerCopies};
 use crate::service::registry::Registry;
 use crate::service::stats::add;
 use crate::service::transfers::{Declined, Transfers, Worker};
-use crate::service::{ClientId, InspectError, Outcome};
+use crate::service::{ClientId, InspectError, RequestOutcome};
 
 /// The blocks that a request names.
 pub(super) struct Blocks {
@@ -136,23 +136,23 @@ impl Copies {
         instance_id: u64,
         blocks: Blocks,
         now: Instant,
-    ) -> Outcome {
+    ) -> RequestOutcome {
         if key.configs.skip_save {
             add(&self.context.counters().stores_skipped, 1);
-            return Outcome::Reply(Reply::Transferred(true));
+            return RequestOutcome::Reply(Reply::Transferred(true));
         }
         let (worker, hashed, copies) =
             match self.copied_worker(client, &key, instance_id, "store", now) {
                 Ok(found) => found,
                 Err(Declined::NotServed) => {
                     self.context.store_failed(&key, now);
-                    return Outcome::Reply(Reply::Transferred(false));
+                    return RequestOutcome::Reply(Reply::Transferred(false));
                 }
-                Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
+                Err(Declined::Refused(reply)) => return RequestOutcome::Reply(reply),
             };
         if copies.frees_early {
             add(&self.context.counters().stores_skipped, 1);
-            return Outcome::Reply(Reply::Transferred(true));
+            return RequestOutcome::Reply(Reply::Transferred(true));
         }
         let lane = match copies.gpu() {
             Some(_) => Lane::GpuStore,
@@ -161,7 +161,7 @@ impl Copies {
         let server = Arc::clone(self);
         let notices = self.context.notices.as_ref();
         let count = notices.map(|notices| notices.count_store(&key.request_id));
-        Outcome::Job(Job::new(lane, move || {
+        RequestOutcome::Job(Job::new(lane, move || {
             let _count = count;
             let granted = server.may_copy(&worker, now);
             let stored = granted.is_some_and(|granted| {
@@ -268,15 +268,15 @@ impl Copies {
         blocks: Blocks,
         skip_first_n_tokens: u64,
         now: Instant,
-    ) -> Outcome {
+    ) -> RequestOutcome {
         let (worker, hashed, copies) =
             match self.copied_worker(client, &key, instance_id, "retrieve", now) {
                 Ok(found) => found,
                 Err(Declined::NotServed) => {
                     self.context.retrieve_failed(&key, now);
-                    return Outcome::Reply(Reply::Transferred(false));
+                    return RequestOutcome::Reply(Reply::Transferred(false));
                 }
-                Err(Declined::Refused(reply)) => return Outcome::Reply(reply),
+                Err(Declined::Refused(reply)) => return RequestOutcome::Reply(reply),
             };
         let leases = self.transfers.acquire(client, &worker, &hashed);
         let lane = match copies.gpu() {
@@ -284,7 +284,7 @@ impl Copies {
             None => Lane::Retrieve,
         };
         let server = Arc::clone(self);
-        Outcome::Job(Job::new(lane, move || {
+        RequestOutcome::Job(Job::new(lane, move || {
             let granted = server.may_copy(&worker, now);
             let copied = match (&leases, &granted) {
                 (Some(leases), Some(granted)) => {

@@ -12,7 +12,7 @@ use lmc_key::{LayoutFingerprint, SpaceId};
 use lmc_memory::CopyPool;
 use tokio::sync::watch;
 
-use crate::peer::{Peer, Witness};
+use crate::peer::{ClientSocket, Witness};
 use crate::protocol::{
     ABANDON_EARLIER, ENGINE_KEYS, NOTICES, Operation, POOL_DESCRIPTOR, Reply, Request, UNITS,
     WAIT_LOOKUP,
@@ -33,7 +33,7 @@ use crate::service::spans::Span;
 use crate::service::stats::{TransportCounters, add};
 use crate::service::status::ServiceStatus;
 use crate::service::transfers::Transfers;
-use crate::service::{ClientId, InspectError, Outcome};
+use crate::service::{ClientId, InspectError, RequestOutcome};
 
 /// Capability that announces [`Operation::SubscribeKvEvents`] to clients.
 const KV_EVENT_STREAM: &str = "kv_event_stream";
@@ -244,7 +244,12 @@ impl Service {
     }
 
     /// Carries out a request, or returns how it will be carried out.
-    pub(crate) fn handle(&self, client: ClientId, request: Request, now: Instant) -> Outcome {
+    pub(crate) fn handle(
+        &self,
+        client: ClientId,
+        request: Request,
+        now: Instant,
+    ) -> RequestOutcome {
         let parts = &*self.0;
         let counters = &parts.context.stats.service;
         let reply = match request {
@@ -359,15 +364,15 @@ impl Service {
             } => {
                 if !(1..=super::events::MAX_BATCH).contains(&max_events) {
                     let text = format!("lmc: max_events must be 1 to 1024, found {max_events}");
-                    return Outcome::Reply(Reply::Error(text));
+                    return RequestOutcome::Reply(Reply::Error(text));
                 }
                 let events = &parts.context.events;
                 let subscription =
                     events.subscribe(client, instance_id, model_name, cursor, max_events);
-                return Outcome::Stream(subscription);
+                return RequestOutcome::Stream(subscription);
             }
         };
-        Outcome::Reply(reply)
+        RequestOutcome::Reply(reply)
     }
 
     /// Answers a lookup, or lets its client wait `timeout` seconds for the answer.
@@ -378,19 +383,21 @@ impl Service {
         timeout: f64,
         with_tiers: bool,
         now: Instant,
-    ) -> Outcome {
+    ) -> RequestOutcome {
         let lookups = &self.0.lookups;
         match lookups.prefetch_status(client, &request_id, with_tiers, now) {
-            Reply::None => Outcome::Wait(Wait::new(client, request_id, timeout, with_tiers, now)),
-            known => Outcome::Reply(known),
+            Reply::None => {
+                RequestOutcome::Wait(Wait::new(client, request_id, timeout, with_tiers, now))
+            }
+            known => RequestOutcome::Reply(known),
         }
     }
 
     /// Clears everything. An engine that clears its own cache may have new weights: no chunk of the
     /// old ones may be found in any tier.
-    fn clear(&self, in_use: InUse) -> Outcome {
+    fn clear(&self, in_use: InUse) -> RequestOutcome {
         let engine = self.0.context.engine.clone();
-        Outcome::Job(Job::new(Lane::Clear, move || match engine.clear(in_use) {
+        RequestOutcome::Job(Job::new(Lane::Clear, move || match engine.clear(in_use) {
             Ok(cleared) if cleared.unconfirmed.is_empty() => Reply::None,
             Ok(cleared) => refuse(&format!(
                 "cleared here; not confirmed by {}: see `lmc status`",
@@ -401,7 +408,7 @@ impl Service {
     }
 
     /// Registers a connection. Call it before the connection's first request.
-    pub fn connected(&self, client: ClientId, peer: Peer) {
+    pub fn connected(&self, client: ClientId, peer: ClientSocket) {
         self.0.connections.open(client, peer);
     }
 

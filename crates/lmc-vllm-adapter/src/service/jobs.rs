@@ -57,18 +57,18 @@ type Work = Box<dyn FnOnce() + Send>;
 /// have in flight.
 #[derive(Debug)]
 pub(crate) struct JobThreads {
-    queue: Arc<Queue>,
+    queue: Arc<JobQueue>,
 }
 
 #[derive(Default)]
-struct Queue {
+struct JobQueue {
     waiting: Mutex<Waiting<Work>>,
     arrived: Condvar,
 }
 
-impl std::fmt::Debug for Queue {
+impl std::fmt::Debug for JobQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Queue").finish_non_exhaustive()
+        f.debug_struct("JobQueue").finish_non_exhaustive()
     }
 }
 
@@ -106,7 +106,7 @@ impl Drop for JobThreads {
     }
 }
 
-fn serve(queue: &Queue) {
+fn serve(queue: &JobQueue) {
     let mut waiting = queue.waiting.lock();
     loop {
         if let Some(work) = waiting.pop() {

@@ -9,7 +9,7 @@ use lmc_key::ChunkKey;
 use crate::protocol::{CacheKey, TraceParent};
 use crate::service::context::{Context, Hashed};
 use crate::service::request_log::RequestLog;
-use crate::service::spans::Step;
+use crate::service::spans::SpanStep;
 use crate::service::stats::{ServiceCounters, add};
 use crate::service::throttle::Throttle;
 use crate::service::usage::Usage;
@@ -229,13 +229,15 @@ impl Context {
     /// Adds the span of a lookup, and logs the request, where these are on.
     pub(super) fn report_lookup(&self, request: &str, model: &str, note: &LookupNote) {
         let (asked, why) = (&note.asked, note.why.as_ref());
-        self.add_span((request, model), asked.parent, note.took, || Step::Lookup {
-            tokens: self.tokens(asked.chunks),
-            memory: self.tokens(note.resident),
-            lower: self.tokens(note.hits - note.resident),
-            reason: why.map(|why| why.reason.of(self.counters()).0),
-            is_certain: why.is_none_or(|why| why.is_certain),
-            tier: why.and_then(|why| Some(self.tier_of(why.reason)?.to_owned())),
+        self.add_span((request, model), asked.parent, note.took, || {
+            SpanStep::Lookup {
+                tokens: self.tokens(asked.chunks),
+                memory: self.tokens(note.resident),
+                lower: self.tokens(note.hits - note.resident),
+                reason: why.map(|why| why.reason.of(self.counters()).0),
+                is_certain: why.is_none_or(|why| why.is_certain),
+                tier: why.and_then(|why| Some(self.tier_of(why.reason)?.to_owned())),
+            }
         });
         let (log, since_start) = (self.request_log.get(), self.started.elapsed());
         let Some(suppressed) = note.pass(log, &self.slow_lookups, since_start) else {

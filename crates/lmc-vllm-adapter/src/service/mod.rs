@@ -49,7 +49,7 @@ pub use notices::Notice;
 pub use registry::InspectError;
 pub use request_log::RequestLog;
 pub use spaces::SpaceStatus;
-pub use spans::{Copied, Span, Step};
+pub use spans::{Copied, Span, SpanStep};
 pub use stats::{OperationCounts, ServiceCounts, TransportCounts};
 pub use status::{
     EventLogStatus, HeldStatus, InstanceStatus, ServiceStatus, SessionStatus, TransferStatus,
@@ -78,7 +78,7 @@ impl fmt::Display for ClientId {
 }
 
 /// Result of starting a request.
-pub(crate) enum Outcome {
+pub(crate) enum RequestOutcome {
     /// A reply to send.
     Reply(crate::protocol::Reply),
     /// A job to run where copying does not hold up other requests; its result is the reply.

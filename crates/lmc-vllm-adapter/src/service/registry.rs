@@ -25,7 +25,7 @@ use crate::service::stats::add;
 use crate::service::status::InstanceStatus;
 use crate::service::throttle::Throttle;
 use crate::service::wider::WiderLayout;
-use crate::service::{ClientId, Outcome};
+use crate::service::{ClientId, RequestOutcome};
 
 /// A worker's memory cannot be inspected as requested.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -228,13 +228,13 @@ impl Registry {
         client: ClientId,
         registration: Box<RegisterKvCache>,
         now: Instant,
-    ) -> Outcome {
+    ) -> RequestOutcome {
         let on_gpu = |memory: &KvDescriptor| matches!(memory, KvDescriptor::Cuda(_));
         if !registration.kv_caches.iter().any(on_gpu) {
-            return Outcome::Reply(self.register_server_driven(client, &registration, now));
+            return RequestOutcome::Reply(self.register_server_driven(client, &registration, now));
         }
         let registry = Arc::clone(self);
-        Outcome::Job(Job::new(Lane::GpuStore, move || {
+        RequestOutcome::Job(Job::new(Lane::GpuStore, move || {
             let reply = registry.register_server_driven(client, &registration, now);
             if !registry.connections.is_open(client) {
                 // When the connection ended, this worker was not registered yet.
@@ -448,13 +448,13 @@ impl Registry {
         }
     }
 
-    pub(super) fn unregister(&self, client: ClientId, instance_id: u64) -> Outcome {
+    pub(super) fn unregister(&self, client: ClientId, instance_id: u64) -> RequestOutcome {
         let mut workers = self.workers.lock();
         let known = workers.instances.get(&instance_id);
         if known.is_some_and(|instance| !instance.belongs_to(client)) {
             drop(workers);
             add(&self.context.stats.service.commits_foreign, 1);
-            return Outcome::Reply(refuse(&format!(
+            return RequestOutcome::Reply(refuse(&format!(
                 "worker {instance_id} is connected elsewhere: it unregisters on its own connection"
             )));
         }
@@ -465,7 +465,7 @@ impl Registry {
         drop(workers);
         self.end_generations(ended);
         let Some(instance) = removed else {
-            return Outcome::Reply(Reply::None);
+            return RequestOutcome::Reply(Reply::None);
         };
         self.context.events.unsubscribe(instance_id);
         tracing::info!(instance = instance_id, "worker unregistered");
@@ -473,8 +473,8 @@ impl Registry {
         // They end with its commits, or some time after its connection. The server's own copies end
         // before.
         let outcome = match instance.transport {
-            Transport::EngineDriven => Outcome::Reply(Reply::None),
-            Transport::ServerDriven(_) => Outcome::WhenIdle(instance.gate.entrance()),
+            Transport::EngineDriven => RequestOutcome::Reply(Reply::None),
+            Transport::ServerDriven(_) => RequestOutcome::WhenIdle(instance.gate.entrance()),
         };
         instance.close();
         outcome

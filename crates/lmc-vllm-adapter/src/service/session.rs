@@ -28,7 +28,7 @@ pub(crate) type Released = Vec<Leases>;
 
 /// Consecutive chunks that are held for the same number of readers.
 #[derive(Debug)]
-struct Part {
+struct HoldPart {
     /// First chunk, counted from the start of the prompt.
     first: usize,
     leases: Leases,
@@ -36,7 +36,7 @@ struct Part {
     readers: u32,
 }
 
-impl Part {
+impl HoldPart {
     /// Splits off the chunks from chunk `at`.
     fn split_off(&mut self, at: usize) -> Self {
         let leases = self.leases.split_off(at.saturating_sub(self.first));
@@ -53,7 +53,7 @@ impl Part {
 pub(crate) struct RankHold {
     pub(crate) space: SpaceId,
     pub(crate) kv_rank: u16,
-    parts: Vec<Part>,
+    parts: Vec<HoldPart>,
 }
 
 impl RankHold {
@@ -65,7 +65,7 @@ impl RankHold {
         leases: Leases,
         readers: u32,
     ) -> Self {
-        let mut rest = Part {
+        let mut rest = HoldPart {
             first,
             leases,
             readers,

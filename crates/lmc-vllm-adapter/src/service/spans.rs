@@ -25,13 +25,13 @@ pub struct Span {
     /// Time from the engine's request to the end of the step.
     pub took: Duration,
     /// The step, with its outcome.
-    pub step: Step,
+    pub step: SpanStep,
 }
 
 /// Step of a request, with its outcome.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
-pub enum Step {
+pub enum SpanStep {
     /// The chunks of a prompt were looked up. The counts are tokens of whole chunks.
     Lookup {
         /// Tokens that were looked up.
@@ -59,7 +59,7 @@ impl Span {
         (request, model): (&str, &str),
         parent: Option<TraceParent>,
         took: Duration,
-        step: Step,
+        step: SpanStep,
     ) -> Self {
         Self {
             request: cut(request),
@@ -165,7 +165,7 @@ mod tests {
             parent: None,
             ended: SystemTime::UNIX_EPOCH,
             took: Duration::ZERO,
-            step: Step::Store(Copied::failed(&CacheKey::default())),
+            step: SpanStep::Store(Copied::failed(&CacheKey::default())),
         }
     }
 

@@ -19,7 +19,7 @@ mod notices;
 
 use super::jobs::Lane;
 use super::*;
-use crate::peer::Peer;
+use crate::peer::ClientSocket;
 use crate::protocol::{
     CacheKey, CpuShm, EngineDrivenContext, EngineGroup, KvDescriptor, RegisterKvCache, Reply,
     Request, TensorMeta, UnknownFields,
@@ -49,10 +49,10 @@ fn service_over(lower: Vec<Arc<dyn Backend>>, change: impl FnOnce(&mut ServiceCo
     service
 }
 
-fn peer(uid: u32) -> Peer {
-    Peer {
+fn peer(uid: u32) -> ClientSocket {
+    ClientSocket {
         uid: Some(uid),
-        ..Peer::default()
+        ..ClientSocket::default()
     }
 }
 
@@ -150,15 +150,15 @@ fn key(request: &str, chunks: u64) -> CacheKey {
 
 fn reply(service: &Service, from: u64, request: Request) -> Reply {
     match service.handle(client(from), request, Instant::now()) {
-        Outcome::Reply(reply) => reply,
-        Outcome::Job(job) => job.run(),
-        Outcome::WhenIdle(entrance) => {
+        RequestOutcome::Reply(reply) => reply,
+        RequestOutcome::Job(job) => job.run(),
+        RequestOutcome::WhenIdle(entrance) => {
             let (sender, ended) = std::sync::mpsc::channel();
             entrance.when_idle(Box::new(move || sender.send(()).expect("it is awaited")));
             ended.try_recv().expect("no copy is under way");
             Reply::None
         }
-        Outcome::Wait(_) | Outcome::Stream(_) => panic!("answered later"),
+        RequestOutcome::Wait(_) | RequestOutcome::Stream(_) => panic!("answered later"),
     }
 }
 
@@ -183,7 +183,7 @@ fn retrieve(memory_of: u64) -> Request {
 
 fn job(service: &Service, request: Request, asked: Instant) -> Job {
     match service.handle(client(1), request, asked) {
-        Outcome::Job(job) => job,
+        RequestOutcome::Job(job) => job,
         _ => panic!("a copy is a job"),
     }
 }
@@ -807,7 +807,7 @@ fn a_copy_of_an_earlier_registration_ends_before_the_unregistration_is_acknowled
     };
     let (sender, ended) = std::sync::mpsc::channel();
     match service.handle(client(1), unregister, Instant::now()) {
-        Outcome::WhenIdle(entrance) => {
+        RequestOutcome::WhenIdle(entrance) => {
             entrance.when_idle(Box::new(move || sender.send(()).expect("it is awaited")));
         }
         _ => sender.send(()).expect("it is awaited"),
@@ -839,8 +839,8 @@ fn what_was_asked_for_while_the_server_stood_still_is_not_given() {
     ];
     for request in requests {
         let declined = match service.handle(client(1), request.clone(), late) {
-            Outcome::Reply(Reply::Transferred(false) | Reply::RetrieveSlots(None)) => true,
-            Outcome::Reply(Reply::StoreSlots { slots, .. }) => slots.is_empty(),
+            RequestOutcome::Reply(Reply::Transferred(false) | Reply::RetrieveSlots(None)) => true,
+            RequestOutcome::Reply(Reply::StoreSlots { slots, .. }) => slots.is_empty(),
             _ => false,
         };
         assert!(declined, "{request:?}");
@@ -864,7 +864,7 @@ fn only_the_memory_of_the_connections_own_user_is_mapped() {
         assert!(matches!(register(1), Reply::Error(_)));
     }
     // A connection of which nothing is known, and one that is over.
-    service.connected(client(2), Peer::default());
+    service.connected(client(2), ClientSocket::default());
     service.client_gone(client(3), Instant::now());
     for from in [2, 3] {
         assert!(matches!(register(from), Reply::Error(_)), "{from}");

@@ -23,7 +23,7 @@ use crate::service::prepared::{
 };
 use crate::service::registry::Registry;
 use crate::service::share::Held;
-use crate::service::spans::{Copied, Step};
+use crate::service::spans::{Copied, SpanStep};
 use crate::service::stats::add;
 
 /// KV ranks of one worker that are remembered. An engine's worker has one.
@@ -331,7 +331,7 @@ impl Transfers {
         let count = tickets.len();
         let inserted = context.engine.commit(tickets);
         context.add_copy(key, begun.elapsed(), || {
-            Step::Store(Copied::new(key, count, bytes))
+            SpanStep::Store(Copied::new(key, count, bytes))
         });
         context.push(to, || stored);
         for (hash, inserted) in hashes.into_iter().zip(inserted) {
@@ -636,7 +636,7 @@ impl Transfers {
         add(&counters.retrieved_bytes, bytes);
         self.lookups.retrieved(client, key, space, kv_rank, chunks);
         self.context.add_copy(key, begun.elapsed(), || {
-            Step::Retrieve(Copied::new(key, chunks.len(), bytes))
+            SpanStep::Retrieve(Copied::new(key, chunks.len(), bytes))
         });
     }
 

@@ -13,7 +13,7 @@ use tracing::debug;
 
 use crate::protocol::codec::{DecodeError, Incoming, classify, decode_operation, encode_reply};
 use crate::protocol::{Operation, Reply, Request, decode_request};
-use crate::service::{ClientId, NextBatch, Outcome, Service, Subscription};
+use crate::service::{ClientId, NextBatch, RequestOutcome, Service, Subscription};
 use crate::transport::admission::Permit;
 use crate::transport::search::Search;
 use crate::transport::serving::Serving;
@@ -347,7 +347,7 @@ impl Connection {
         let asked = request.operation();
         self.permit.record_request(started);
         let outcome = match self.refusal_at_limit(uid, asked) {
-            Some(reply) => Outcome::Reply(reply),
+            Some(reply) => RequestOutcome::Reply(reply),
             None => {
                 // A panic in a handler must neither leave the client without a reply nor end the
                 // connection's other requests.
@@ -358,11 +358,12 @@ impl Connection {
                             .to_owned(),
                     )
                 };
-                catch_unwind(AssertUnwindSafe(handle)).unwrap_or_else(|_| Outcome::Reply(failed()))
+                catch_unwind(AssertUnwindSafe(handle))
+                    .unwrap_or_else(|_| RequestOutcome::Reply(failed()))
             }
         };
         match outcome {
-            Outcome::Reply(reply) => {
+            RequestOutcome::Reply(reply) => {
                 if asked == Operation::PoolDescriptor && matches!(reply, Reply::Int(_)) {
                     self.pass_pool();
                 }
@@ -373,7 +374,7 @@ impl Connection {
                         .begin_if_due(&self.service, self.client, started);
                 }
             }
-            Outcome::Job(job) => {
+            RequestOutcome::Job(job) => {
                 let answer = self.defer(uid, operation, asked, started);
                 let lane = job.lane;
                 let work = move || {
@@ -385,15 +386,15 @@ impl Connection {
                 };
                 self.service.run_job(self.client, lane, Box::new(work));
             }
-            Outcome::Wait(wait) => {
+            RequestOutcome::Wait(wait) => {
                 let answer = self.defer(uid, operation, asked, started);
                 self.service.wait(&wait, Box::new(answer));
             }
-            Outcome::WhenIdle(entrance) => {
+            RequestOutcome::WhenIdle(entrance) => {
                 let answer = self.defer(uid, operation, asked, started);
                 entrance.when_idle(Box::new(move || answer(Reply::None)));
             }
-            Outcome::Stream(subscription) => {
+            RequestOutcome::Stream(subscription) => {
                 self.subscribe(uid, operation, subscription);
                 self.service.record(asked, &Reply::None, started.elapsed());
             }

@@ -15,7 +15,7 @@ use std::path::Path;
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::{TcpStream, UnixStream};
 
-use crate::peer::Peer;
+use crate::peer::ClientSocket;
 
 /// Netlink family of routes, from `linux/netlink.h`.
 const NETLINK_ROUTE: i32 = 0;
@@ -54,9 +54,9 @@ const INET_DIAG_INODE: usize = 68;
 const NO_COOKIE: [u8; 8] = [0xff; 8];
 
 /// Looks up the other end of a TCP connection.
-pub(super) fn of_tcp(stream: &TcpStream) -> Peer {
+pub(super) fn of_tcp(stream: &TcpStream) -> ClientSocket {
     let (Ok(remote), Ok(local)) = (stream.peer_addr(), stream.local_addr()) else {
-        return Peer::default();
+        return ClientSocket::default();
     };
     let (remote, local) = (canonical(remote), canonical(local));
     let owner = match inet_owner(remote, local) {
@@ -64,7 +64,7 @@ pub(super) fn of_tcp(stream: &TcpStream) -> Peer {
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(_) => listed_owner(remote, local),
     };
-    Peer {
+    ClientSocket {
         address: remote.to_string(),
         uid: owner.map(|owner| owner.uid),
         inode: owner.map(|owner| owner.inode),
@@ -125,10 +125,10 @@ fn is_own_address(address: SocketAddr) -> io::Result<bool> {
 }
 
 /// Looks up the other end of a Unix socket. Its user is the one that connected.
-pub(super) fn of_unix(stream: &UnixStream) -> Peer {
+pub(super) fn of_unix(stream: &UnixStream) -> ClientSocket {
     let credentials = stream.peer_cred().ok();
     let pid = pid_of(stream);
-    Peer {
+    ClientSocket {
         address: pid.map_or_else(|| "unix".to_owned(), |pid| format!("unix pid {pid}")),
         uid: credentials.map(|credentials| credentials.uid()),
         inode: unix_peer(stream).ok().flatten(),

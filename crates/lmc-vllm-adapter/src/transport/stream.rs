@@ -19,7 +19,7 @@ use super::passing::receive_with;
 #[cfg(feature = "service")]
 use super::{passing::send_with, peer, process::PoolTaker};
 #[cfg(feature = "service")]
-use crate::peer::Peer;
+use crate::peer::ClientSocket;
 
 /// Keepalive timeouts of TCP: a connection whose host or network is gone is closed after them.
 #[cfg(feature = "service")]
@@ -80,7 +80,7 @@ impl Stream {
     }
 
     /// Looks up the other end of the connection.
-    pub(super) fn peer(&self) -> Peer {
+    pub(super) fn peer(&self) -> ClientSocket {
         match self {
             Self::Tcp(stream) => peer::of_tcp(stream),
             Self::Unix(stream) => peer::of_unix(stream),

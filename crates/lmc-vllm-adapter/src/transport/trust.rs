@@ -12,7 +12,7 @@ use super::peer;
 #[cfg(feature = "service")]
 use super::stream::Stream;
 #[cfg(feature = "service")]
-use crate::peer::Peer;
+use crate::peer::ClientSocket;
 
 /// Users of this host that are served.
 ///
@@ -81,7 +81,11 @@ impl TrustedUsers {
 
     /// Checks the user of a connection whose other end was looked up before.
     #[cfg(feature = "service")]
-    pub(super) fn check_peer(&self, stream: &Stream, peer: &Peer) -> Result<Trust, Untrusted> {
+    pub(super) fn check_peer(
+        &self,
+        stream: &Stream,
+        peer: &ClientSocket,
+    ) -> Result<Trust, Untrusted> {
         self.check_uid(peer.uid, || match stream {
             Stream::Tcp(stream) => peer::is_closed(stream),
             Stream::Unix(_) => false,

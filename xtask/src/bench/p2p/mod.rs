@@ -9,7 +9,7 @@ use std::process::Command;
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use super::transfer::{Batch, Player, iperf, nixl_variables};
+use super::transfer::{BatchShape, Player, iperf, nixl_variables};
 use super::{ceiling, conditions, page};
 use crate::ucx::Nixl;
 use crate::{packages, scripts, two_sides};
@@ -56,8 +56,8 @@ pub(crate) struct P2pArgs {
 }
 
 impl P2pArgs {
-    fn cells(&self) -> Vec<Batch> {
-        let all = CHUNKS.map(|count| LENS.map(|len| Batch::new(count, len)));
+    fn cells(&self) -> Vec<BatchShape> {
+        let all = CHUNKS.map(|count| LENS.map(|len| BatchShape::new(count, len)));
         let all = all.into_iter().flatten();
         match self.quick {
             true => all.filter(|cell| cell.count == CHUNKS[0]).skip(1).collect(),
@@ -67,11 +67,11 @@ impl P2pArgs {
 }
 
 /// The measurement of a cell, as a player is asked for it.
-fn line(cell: Batch, prompts: usize) -> String {
+fn line(cell: BatchShape, prompts: usize) -> String {
     format!("prefixes {} {} {prompts} {AGAIN}", cell.count, cell.len)
 }
 
-fn prompts(cell: Batch) -> usize {
+fn prompts(cell: BatchShape) -> usize {
     (CELL / (cell.count * cell.len)).clamp(PROMPTS.0, PROMPTS.1)
 }
 
@@ -187,7 +187,7 @@ pub(super) fn run(args: &P2pArgs) -> Result<bool> {
         }
         report.ceiling(
             "iperf3, 4 streams",
-            iperf(4, "read", Batch::new(1, KIB * KIB), IPERF)?.gb_per_s(),
+            iperf(4, "read", BatchShape::new(1, KIB * KIB), IPERF)?.gb_per_s(),
         );
         report.ceiling("memcpy, 1 core", ceiling::memcpy(1));
     }

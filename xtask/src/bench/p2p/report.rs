@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
-use super::{Batch, Reads};
+use super::{BatchShape, Reads};
 use crate::bench::conditions;
 use crate::bench::rounds::{Rounds, shown};
 
@@ -63,7 +63,7 @@ impl Report {
     }
 
     /// Adds a round of one kind of read.
-    pub(super) fn cell(&mut self, cell: Batch, kind: &str, reads: &Reads) {
+    pub(super) fn cell(&mut self, cell: BatchShape, kind: &str, reads: &Reads) {
         let gb = (cell.count * cell.len) as f64 / 1e9;
         let all = gb * reads.seconds.len() as f64;
         let p50 = reads.at(0.5);
@@ -84,7 +84,7 @@ impl Report {
     }
 
     /// Adds the lookups of a cell that found less than all.
-    pub(super) fn missed(&mut self, cell: Batch, missed: f64) {
+    pub(super) fn missed(&mut self, cell: BatchShape, missed: f64) {
         self.cells.add(&cell.name(), FIRST, &[(MISSED, missed)]);
     }
 
@@ -193,7 +193,7 @@ mod tests {
     #[test]
     fn a_row_has_each_figure_beside_the_bare_channel() {
         let mut report = Report::new(Vec::new(), false);
-        let cell = Batch::new(16, 1 << 20);
+        let cell = BatchShape::new(16, 1 << 20);
         for (kind, seconds) in [(FIRST, 0.010), (LATER, 0.008), (BARE, 0.004)] {
             let reads = Reads {
                 seconds: vec![seconds],

@@ -14,7 +14,7 @@ use serde_json::json;
 
 use super::link::Link;
 use super::rounds::{Rounds, shown};
-use super::server::{Kind, Peer, Programs, Server, listens};
+use super::server::{Baseline, Kind, Programs, Server, listens};
 use super::{conditions, json_of, page};
 use crate::{packages, ports, remote};
 
@@ -196,8 +196,8 @@ pub(crate) fn run(args: &RemoteArgs) -> Result<bool> {
         return race::run(args, &rig);
     }
     let lmc = crate::vllm::build_server()?.to_string_lossy().into_owned();
-    let peer = Peer::Earlier(lmc.clone());
-    let programs = Programs { lmc, peer };
+    let baseline = Baseline::Earlier(lmc.clone());
+    let programs = Programs { lmc, baseline };
     let conditions = conditions::machine();
     let mut cells = Rounds::default();
     for round in 1..=args.rounds {

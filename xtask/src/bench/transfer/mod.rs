@@ -23,12 +23,12 @@ const MIB: usize = 1 << 20;
 
 /// Objects of a batch, and bytes of each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Batch {
+pub(super) struct BatchShape {
     pub(super) count: usize,
     pub(super) len: usize,
 }
 
-impl Batch {
+impl BatchShape {
     pub(super) const fn new(count: usize, len: usize) -> Self {
         Self { count, len }
     }
@@ -46,18 +46,18 @@ impl Batch {
     }
 }
 
-const LARGE: [Batch; 3] = [
-    Batch::new(64, MIB),
-    Batch::new(16, 4 * MIB),
-    Batch::new(1024, 64 * KIB),
+const LARGE: [BatchShape; 3] = [
+    BatchShape::new(64, MIB),
+    BatchShape::new(16, 4 * MIB),
+    BatchShape::new(1024, 64 * KIB),
 ];
-const SMALL: [Batch; 3] = [
-    Batch::new(1, 8),
-    Batch::new(1, 4 * KIB),
-    Batch::new(1, 64 * KIB),
+const SMALL: [BatchShape; 3] = [
+    BatchShape::new(1, 8),
+    BatchShape::new(1, 4 * KIB),
+    BatchShape::new(1, 64 * KIB),
 ];
 /// The batch that a player moves before it is measured.
-const FIRST_USE: Batch = Batch::new(64, 64 * KIB);
+const FIRST_USE: BatchShape = BatchShape::new(64, 64 * KIB);
 const WAYS: [&str; 3] = ["write", "read", "send"];
 
 /// The comparison of a channel's large batches.
@@ -168,7 +168,7 @@ pub(crate) struct TransferArgs {
 struct Asked {
     rounds: usize,
     seconds: f64,
-    large: Vec<Batch>,
+    large: Vec<BatchShape>,
     only: String,
     dry: bool,
 }

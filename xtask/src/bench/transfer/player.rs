@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::Value;
 
-use super::Batch;
+use super::BatchShape;
 use crate::ucx::{self, Nixl};
 use crate::{ports, shown, two_sides};
 
@@ -111,10 +111,10 @@ impl Player {
     pub(in crate::bench) fn measure(
         &mut self,
         way: &str,
-        batch: Batch,
+        batch: BatchShape,
         seconds: f64,
     ) -> Result<Sample> {
-        let Batch { count, len } = batch;
+        let BatchShape { count, len } = batch;
         let found = self.ask(&format!("move {way} {count} {len} {seconds}"), seconds)?;
         let number = |name: &str| found[name].as_f64().with_context(|| name.to_owned());
         let cpu = (number("cpu_here")?, number("cpu_there")?);
@@ -182,7 +182,7 @@ fn limit(seconds: f64) -> Duration {
 pub(in crate::bench) fn iperf(
     streams: u32,
     way: &str,
-    batch: Batch,
+    batch: BatchShape,
     seconds: f64,
 ) -> Result<Sample> {
     let port = ports::free()?.to_string();

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use serde_json::{Value, json};
 
-use super::{Batch, Beside, Pair, Sample};
+use super::{BatchShape, Beside, Pair, Sample};
 use crate::bench::conditions;
 use crate::bench::rounds::Rounds;
 
@@ -66,21 +66,21 @@ impl Report {
         }
     }
 
-    pub(super) fn large(&mut self, pair: &Pair, way: &str, batch: Batch, round: Round) {
+    pub(super) fn large(&mut self, pair: &Pair, way: &str, batch: BatchShape, round: Round) {
         let row = format!("{}: {way} {}", pair.name, batch.name());
         let (ours, other) = (round.ours.gib_per_s, round.other.gib_per_s);
         println!("{row}: {ours:.2} GiB/s of {other:.2}");
         add_round(&mut self.large, &row, &round);
     }
 
-    pub(super) fn small(&mut self, pair: &Pair, way: &str, batch: Batch, round: Round) {
+    pub(super) fn small(&mut self, pair: &Pair, way: &str, batch: BatchShape, round: Round) {
         let row = format!("{}: {way} {}", pair.name, batch.name());
         let [ours, other] = [round.ours, round.other].map(|s| s.p50.unwrap_or(f64::NAN) * 1e6);
         println!("{row}: p50 {ours:.1} µs beside {other:.1} µs");
         add_round(&mut self.small, &row, &round);
     }
 
-    pub(super) fn ceiling(&mut self, name: &str, batch: Batch, found: Sample) {
+    pub(super) fn ceiling(&mut self, name: &str, batch: BatchShape, found: Sample) {
         let row = format!("{name}, {}", batch.name());
         add(&mut self.ceilings, &row, name, &found);
     }
@@ -265,7 +265,7 @@ mod tests {
         let mut report = Report::new(vec![("cores", "2".to_owned())]);
         // Each side's median is 2, but in two rounds of three ours had half of the other's.
         for (ours, other) in [(1.0, 2.0), (2.0, 4.0), (3.0, 1.0)] {
-            let batch = Batch::new(64, 1 << 20);
+            let batch = BatchShape::new(64, 1 << 20);
             let round = Round {
                 ours: sample(ours, 0.1),
                 other: sample(other, 0.1),
@@ -278,7 +278,7 @@ mod tests {
             other: sample(1.0, 9e-6),
             also: None,
         };
-        report.small(pair, "read", Batch::new(1, 8), round);
+        report.small(pair, "read", BatchShape::new(1, 8), round);
         let text = report.text(3, 1.0);
         let large = "| write 64 × 1 MiB | 2.00 | 2.00 | 50 % | 90 %, missed | 0.250 + 0.500 |";
         assert!(text.contains(large), "{text}");

@@ -8,7 +8,7 @@ use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{DEADLINE, Folder as TempFolder, rounds, until};
 
 use super::*;
-use crate::volume::{Buf, Done, Kind, Part, is_abandoned};
+use crate::volume::{Buf, Done, Kind, SlotPart, is_abandoned};
 
 const MIB: u64 = 1 << 20;
 
@@ -96,7 +96,7 @@ fn start(volume: &FolderVolume, asks: Vec<Ask>) -> mpsc::Receiver<(usize, Done)>
         } = ask;
         let send = send.clone();
         let done = Box::new(move |done| drop(send.send((i, done))));
-        Op {
+        VolumeOp {
             kind,
             file,
             offset,
@@ -197,7 +197,7 @@ fn mixed(volume: &FolderVolume, pool: &Pool) {
         for &(offset, len, exact) in batch {
             let mut one = read(file, offset, len);
             if let Some(slot) = pool.reserve(exact) {
-                one.buf = Some(Buf::Into(Part::whole(slot)));
+                one.buf = Some(Buf::Into(SlotPart::whole(slot)));
             }
             asks.push(one);
         }
@@ -260,7 +260,7 @@ fn ends_of_files(volume: &FolderVolume, dir: &TempFolder) {
 fn refusals(volume: &FolderVolume, pool: &Pool) {
     let file = volume.open("refusals", Some(MIB)).unwrap();
     let sealed = || Some(Buf::From(pool.reserve(BLOCK).unwrap().written().seal()));
-    let reserved = || Some(Buf::Into(Part::whole(pool.reserve(BLOCK).unwrap())));
+    let reserved = || Some(Buf::Into(SlotPart::whole(pool.reserve(BLOCK).unwrap())));
     let invalid = vec![
         read(file, 1, BLOCK),
         read(file, 0, BLOCK + 1),
@@ -423,7 +423,7 @@ fn askers(volume: FolderVolume, pool: &Pool) {
             len,
             buf,
         } = read(file, 0, BLOCK);
-        Op {
+        VolumeOp {
             kind,
             file,
             offset,
@@ -467,7 +467,7 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
     let file = volume.open("stopping", Some(64 * MIB)).unwrap();
     let asks: Vec<_> = (0..40)
         .map(|i| {
-            let buf = Some(Buf::Into(Part::whole(pool.reserve(MIB).unwrap())));
+            let buf = Some(Buf::Into(SlotPart::whole(pool.reserve(MIB).unwrap())));
             Ask {
                 buf,
                 ..read(file, i * MIB, MIB)
@@ -510,7 +510,7 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
                 drop(lock.lock());
                 send.send(done.result.is_err()).unwrap();
             });
-            Op {
+            VolumeOp {
                 kind,
                 file,
                 offset,
@@ -537,7 +537,7 @@ fn stopping(volume: &FolderVolume, pool: &Pool) {
 fn abandoned(volume: &FolderVolume) {
     let file = volume.open("abandoned", Some(BLOCK)).unwrap();
     let (send, received) = mpsc::channel();
-    let op = Op {
+    let op = VolumeOp {
         kind: Kind::Write,
         file,
         offset: 0,
@@ -675,7 +675,7 @@ fn quick_look() {
                     let slot = pool.reserve(MIB).unwrap();
                     match kind {
                         Kind::Write => Buf::From(slot.written().seal()),
-                        _ => Buf::Into(Part::whole(slot)),
+                        _ => Buf::Into(SlotPart::whole(slot)),
                     }
                 })
                 .collect();
@@ -688,7 +688,7 @@ fn quick_look() {
                     done.result.unwrap();
                     send.send(done.buf).unwrap();
                 });
-                let op = Op {
+                let op = VolumeOp {
                     kind,
                     file,
                     offset: i * MIB,

@@ -212,11 +212,11 @@ fn an_engine_that_shares_nothing_but_its_gpu_is_served() {
         tensor.shared_by = SharedBy::Driver;
         let request = Request::RegisterKvCache(Box::new(registration(&[tensor])));
         let strict = service(|_| {});
-        strict.connected(client(1), Peer::default());
+        strict.connected(client(1), ClientSocket::default());
         let refused = reply(&strict, 1, request.clone());
         assert!(matches!(&refused, Reply::Error(_)), "{refused:?}");
         let service = service(|config| config.isolated_ipc = true);
-        service.connected(client(1), Peer::default());
+        service.connected(client(1), ClientSocket::default());
         // Shared by PyTorch, which needs more than a GPU in common; and for another user.
         let of_pytorch = Request::RegisterKvCache(Box::new(memory.registration()));
         let refused = reply(&service, 1, of_pytorch);
