@@ -71,6 +71,10 @@ const RULES: &[Rule] = &[
         check: source::sizes,
     },
     Rule {
+        name: "types say what they are",
+        check: source::names,
+    },
+    Rule {
         name: "unsafe code stays where it is expected",
         check: unsafe_code::expected,
     },

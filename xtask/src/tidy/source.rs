@@ -24,3 +24,61 @@ pub(crate) fn sizes(tree: &Tree, findings: &mut Findings) {
         }
     }
 }
+
+/// Words that say nothing about a type.
+const LONE: [&str; 11] = [
+    "State", "Shared", "Outcome", "Queue", "Counters", "Batch", "Step", "Op", "Source", "Part",
+    "Peer",
+];
+
+/// A type of the product says what it is.
+pub(crate) fn names(tree: &Tree, findings: &mut Findings) {
+    let is_test = |path: &str| {
+        path.contains("/sim/")
+            || ["tests.rs", "model.rs"]
+                .iter()
+                .any(|end| path.ends_with(end))
+    };
+    let product = |path: &str| path.contains("/src/") && !is_test(path);
+    for file in tree.with_ending("rs").filter(|file| product(&file.path)) {
+        for (index, line) in file.text.lines().enumerate() {
+            if let Some(name) = declared(line).filter(|name| LONE.contains(name)) {
+                let at = file.at(index);
+                findings
+                    .faults
+                    .push(format!("{at}: {name} does not say what it is"));
+            }
+        }
+    }
+}
+
+/// Returns the name of a type that a line declares at the top of its module.
+fn declared(line: &str) -> Option<&str> {
+    let line = match line.strip_prefix("pub") {
+        Some(rest) => rest.split_once(' ')?.1,
+        None => line,
+    };
+    let (kind, rest) = line.split_once(' ')?;
+    let is_type = ["struct", "enum", "trait", "type"].contains(&kind);
+    let end = rest.find(|c: char| !c.is_alphanumeric() && c != '_');
+    is_type.then(|| &rest[..end.unwrap_or(rest.len())])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn types_with_empty_names_are_found() {
+        let text =
+            "pub(crate) struct State {\nenum Outcome<T> {\nstruct LinkState;\n    type Op = u8;\n";
+        let tree = Tree::of(&[("crates/a/src/b.rs", text), ("crates/a/src/tests.rs", text)]);
+        let mut findings = Findings::default();
+        names(&tree, &mut findings);
+        let expected = [
+            "crates/a/src/b.rs:1: State does not say what it is",
+            "crates/a/src/b.rs:2: Outcome does not say what it is",
+        ];
+        assert_eq!(findings.faults, expected);
+    }
+}
