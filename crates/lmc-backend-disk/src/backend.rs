@@ -441,10 +441,10 @@ impl Backend for DiskBackend {
                 let thread = thread::Builder::new().name("lmc-disk-close".to_owned());
                 let spawned = thread.spawn(move || {
                     let result = drives[number].stop(true);
-                    ended.answer(number, result.map_err(BackendError::Io));
+                    ended.answer(number, result.map_err(BackendError::from));
                 });
                 if let Err(error) = spawned {
-                    batch.answer(number, Err(BackendError::Io(error)));
+                    batch.answer(number, Err(BackendError::from(error)));
                 }
             }
             let late = || Err(BackendError::Deadline);

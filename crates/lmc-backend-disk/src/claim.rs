@@ -50,9 +50,9 @@ impl Claim {
     /// [`DiskError::NotOurs`] for a folder with other content, before anything in it is changed;
     /// [`DiskError::Locked`] and [`DiskError::NotWritable`].
     pub(crate) fn new(path: &Path) -> Result<Self, DiskError> {
-        let refused = |source| DiskError::NotWritable {
+        let refused = |source: io::Error| DiskError::NotWritable {
             path: path.to_owned(),
-            source,
+            source: source.into(),
         };
         if content(path).map_err(refused)? == Content::Other {
             let path = path.to_owned();

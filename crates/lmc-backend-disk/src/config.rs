@@ -200,7 +200,7 @@ impl DiskConfig {
         let (unreachable, segments) = self.note_settings(&drives);
         let tier = DiskBackend::new(drives, set).map_err(|source| DiskError::Io {
             path: self.paths[0].clone(),
-            source,
+            source: source.into(),
         })?;
         Ok(tier.with_unreachable(unreachable, segments))
     }
@@ -304,7 +304,7 @@ impl DiskConfig {
         if !path.is_dir() {
             fs::create_dir_all(path).map_err(|source| DiskError::Missing {
                 path: path.to_owned(),
-                source,
+                source: source.into(),
             })?;
         }
         let claim = Claim::new(path)?;
@@ -330,7 +330,7 @@ impl DiskConfig {
         };
         let folder = FolderVolume::open(path, config).map_err(|source| DiskError::NotWritable {
             path: path.to_owned(),
-            source,
+            source: source.into(),
         })?;
         let held = held_bytes(path).map_err(io)?;
         let free = folder.free().map_err(io)?;
@@ -373,8 +373,14 @@ impl DiskConfig {
             let path = path.to_owned();
             match source.raw_os_error() {
                 Some(libc::EMFILE) => DiskError::OpenFiles { path },
-                Some(_) => DiskError::Io { path, source },
-                None => DiskError::Format { path, source },
+                Some(_) => DiskError::Io {
+                    path,
+                    source: source.into(),
+                },
+                None => DiskError::Format {
+                    path,
+                    source: source.into(),
+                },
             }
         })?;
         for note in notes {
@@ -467,7 +473,10 @@ fn header_of(path: &Path) -> Result<Option<DriveHeader>, DiskError> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         Err(source) => {
             let path = path.to_owned();
-            return Err(DiskError::Io { path, source });
+            return Err(DiskError::Io {
+                path,
+                source: source.into(),
+            });
         }
     };
     let whole = bytes.len() as u64 >= BLOCK;
@@ -477,7 +486,7 @@ fn header_of(path: &Path) -> Result<Option<DriveHeader>, DiskError> {
     };
     let header = header.map_err(|source| DiskError::Format {
         path: path.to_owned(),
-        source,
+        source: source.into(),
     })?;
     Ok(Some(header))
 }

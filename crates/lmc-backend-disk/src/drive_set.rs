@@ -136,7 +136,7 @@ pub(crate) fn record_of(drive: &Drive, path: &Path) -> Result<Option<SetRecord>,
         Ok(_) => Ok(None),
         Err(error @ FormatError::Version { .. }) => Err(DiskError::Format {
             path: path.to_owned(),
-            source: std::io::Error::other(error),
+            source: std::io::Error::other(error).into(),
         }),
         Err(error) => {
             warn!(path = %path.display(), %error, "record of the drive set is damaged and ignored");

@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use lmc_backend::TooManyClears;
 use thiserror::Error;
@@ -9,7 +10,7 @@ use thiserror::Error;
 use crate::files::HEADER_NAME;
 
 /// Reason why a disk tier cannot be opened. Nothing on the drive was changed.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum DiskError {
     /// The configuration has no folder.
@@ -72,7 +73,7 @@ pub enum DiskError {
         /// The folder.
         path: PathBuf,
         /// Error of the system call.
-        source: io::Error,
+        source: Arc<io::Error>,
     },
     /// The folder is not writable.
     #[error(
@@ -82,7 +83,7 @@ pub enum DiskError {
         /// The folder.
         path: PathBuf,
         /// Error of the system call.
-        source: io::Error,
+        source: Arc<io::Error>,
     },
     /// Another process uses the folder.
     #[error("{path}: in use by another lmc ({owner}); stop that one, or name another folder")]
@@ -110,7 +111,7 @@ pub enum DiskError {
         /// The folder.
         path: PathBuf,
         /// Cause.
-        source: io::Error,
+        source: Arc<io::Error>,
     },
     /// The size is too small for a drive.
     #[error("{path}: {size} bytes for each drive are too few; at least {least} are needed")]
@@ -148,7 +149,7 @@ pub enum DiskError {
         /// The folder.
         path: PathBuf,
         /// Error of the system call.
-        source: io::Error,
+        source: Arc<io::Error>,
     },
 }
 
@@ -157,7 +158,7 @@ impl DiskError {
     pub(crate) fn io(path: &Path) -> impl Fn(io::Error) -> Self + Copy + use<'_> {
         move |source| Self::Io {
             path: path.to_owned(),
-            source,
+            source: source.into(),
         }
     }
 }

@@ -80,11 +80,3 @@ pub(crate) fn wait_for(
     let late = |_| Err(io::ErrorKind::TimedOut.into());
     receiver.recv_timeout(OWN_TIMEOUT).unwrap_or_else(late)
 }
-
-/// Returns a copy of an error for another waiter.
-pub(crate) fn again(error: &io::Error) -> io::Error {
-    match error.raw_os_error() {
-        Some(code) => io::Error::from_raw_os_error(code),
-        None => io::Error::new(error.kind(), error.to_string()),
-    }
-}

@@ -136,7 +136,7 @@ impl P2pBackend {
         tasks.spawn_on(async move { pushing.push_waiting().await }, &runtime);
         let has_names = !(peers.is_empty() && directories.is_empty());
         if node.sessions.config.uses_directories {
-            let seed = random().map_err(SocketError::Start)?;
+            let seed = random()?;
             let announcing = Arc::clone(&node).announce_chunks(seed);
             tasks.spawn_on(announcing, &runtime);
         }

@@ -206,7 +206,7 @@ impl Store for FaultyStore {
             match self.begin(Calls::Loads, deadline).await {
                 Ok(()) => self.store.get(items, deadline),
                 Err(error) => {
-                    let failed = |item: GetItem| Got::failed(error.again(), item.slot);
+                    let failed = |item: GetItem| Got::failed(error.clone(), item.slot);
                     ready(items.into_iter().map(failed).collect::<Vec<_>>())
                 }
             }

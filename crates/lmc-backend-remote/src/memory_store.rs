@@ -261,7 +261,7 @@ impl MemoryStore {
                     Err(StoreError::unavailable("injected"))
                 }
                 Ok(()) => Ok(()),
-                Err(error) => Err(error.again()),
+                Err(error) => Err(error.clone()),
             };
             answer(item, begun)
         };

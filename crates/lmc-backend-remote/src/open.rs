@@ -25,7 +25,7 @@ pub struct StoreOptions {
 }
 
 /// Reason why a URL does not name a store.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum OpenError {
     /// The URL has no scheme, or an unknown one.
@@ -43,7 +43,13 @@ pub enum OpenError {
     Size(&'static str),
     /// The store cannot be started.
     #[error("the store cannot be started: {0}")]
-    Start(#[from] std::io::Error),
+    Start(#[source] Arc<std::io::Error>),
+}
+
+impl From<std::io::Error> for OpenError {
+    fn from(error: std::io::Error) -> Self {
+        Self::Start(Arc::new(error))
+    }
 }
 
 /// Checks that a URL names a store, and returns the URL without its login.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::io;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
@@ -285,7 +286,7 @@ pub struct ListPage {
 }
 
 /// Failure of a store's operation, for one object or as a whole.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum StoreError {
     /// The deadline passed before the operation was complete.
@@ -319,7 +320,13 @@ pub enum StoreError {
     },
     /// The connection or the file system failed.
     #[error("I/O failed: {0}")]
-    Io(#[from] io::Error),
+    Io(#[source] Arc<io::Error>),
+}
+
+impl From<io::Error> for StoreError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(Arc::new(error))
+    }
 }
 
 impl StoreError {
@@ -329,25 +336,9 @@ impl StoreError {
         Self::Unavailable { reason }
     }
 
-    /// Returns a copy of the error, for another object.
-    pub(crate) fn again(&self) -> Self {
-        match self {
-            Self::Deadline => Self::Deadline,
-            Self::Unavailable { reason } => Self::Unavailable {
-                reason: reason.clone(),
-            },
-            Self::Denied { reason } => Self::Denied {
-                reason: reason.clone(),
-            },
-            &Self::Full { needed } => Self::Full { needed },
-            &Self::TooLarge { max, found } => Self::TooLarge { max, found },
-            Self::Io(error) => Self::Io(io::Error::new(error.kind(), error.to_string())),
-        }
-    }
-
     /// Returns a copy of the error for each of `len` objects.
     pub(crate) fn each<T>(&self, len: usize) -> Vec<Result<T, Self>> {
-        (0..len).map(|_| Err(self.again())).collect()
+        (0..len).map(|_| Err(self.clone())).collect()
     }
 
     /// Returns true if the store refuses a write but can be read.

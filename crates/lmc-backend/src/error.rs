@@ -1,6 +1,7 @@
 //! The error of a tier's operations.
 
 use std::io;
+use std::sync::Arc;
 
 use thiserror::Error;
 
@@ -15,7 +16,7 @@ pub struct Unavailable {
 /// An operation of a tier that failed, for one key or as a whole.
 ///
 /// A chunk that is absent, or whose bytes do not match its checksum, is a miss and not an error.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum BackendError {
     /// The deadline passed before the operation was complete.
@@ -29,7 +30,7 @@ pub enum BackendError {
     Unavailable(#[from] Unavailable),
     /// The device or the connection failed.
     #[error("I/O failed: {0}")]
-    Io(#[from] io::Error),
+    Io(#[source] Arc<io::Error>),
     /// The slot of a load has another length than the chunk.
     #[error("the chunk has {expected} bytes, the slot to load it into {found}: look it up again")]
     Length {
@@ -52,4 +53,10 @@ pub enum BackendError {
         /// Bytes of this chunk.
         found: u64,
     },
+}
+
+impl From<io::Error> for BackendError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(Arc::new(error))
+    }
 }

@@ -121,7 +121,7 @@ impl MemoryBackend {
         }
         let bytes: Box<[u8]> = item.slot.bytes().into();
         if item.slot.arena().is_lost() {
-            return Err(BackendError::Io(io::Error::other(
+            return Err(BackendError::from(io::Error::other(
                 "the slot's memory was lost",
             )));
         }
@@ -205,7 +205,7 @@ impl Backend for MemoryBackend {
         let is_known = state.clears == clears;
         let mut known = Clears::clone(&state.clears);
         if let Err(error) = known.join(&clears) {
-            return Box::pin(done(Err(BackendError::Io(io::Error::other(error)))));
+            return Box::pin(done(Err(BackendError::from(io::Error::other(error)))));
         }
         state.clears = Arc::new(known);
         let mut removed = 0;

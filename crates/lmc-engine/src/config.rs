@@ -1,5 +1,6 @@
 //! Settings of an engine.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use lmc_backend::TooManyClears;
@@ -67,7 +68,7 @@ impl Default for EngineConfig {
 }
 
 /// Reason why an engine cannot be created.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum EngineError {
     /// The pool cannot be created in the arena.
@@ -90,5 +91,11 @@ pub enum EngineError {
     Host,
     /// A thread cannot be started.
     #[error("cannot start a thread: {0}")]
-    Thread(#[from] std::io::Error),
+    Thread(#[source] Arc<std::io::Error>),
+}
+
+impl From<std::io::Error> for EngineError {
+    fn from(error: std::io::Error) -> Self {
+        Self::Thread(Arc::new(error))
+    }
 }

@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::MetadataExt;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use rustix::fs::{SealFlags, fcntl_get_seals};
 use rustix::io::Errno;
@@ -18,7 +19,7 @@ use crate::sigbus::Guard;
 use crate::{NameError, SharedName};
 
 /// A segment that cannot be mapped, or that has changed since.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum SegmentError {
     /// The name is invalid.
@@ -30,7 +31,7 @@ pub enum SegmentError {
         /// The segment.
         name: SharedName,
         /// Error of the system call.
-        source: io::Error,
+        source: Arc<io::Error>,
     },
     /// The segment is smaller than announced, or smaller than it was when it was mapped.
     #[error("shared memory {name} has {found} bytes, but {expected} were announced")]
@@ -74,7 +75,7 @@ pub enum SegmentError {
     #[error("the descriptor that was passed for the pool is not of shared memory: {source}")]
     NotShared {
         /// Error of the system call.
-        source: io::Error,
+        source: Arc<io::Error>,
     },
     /// The pool has no name and could be truncated.
     #[error("the pool that was passed has no name and is not sealed against a change of its size")]
@@ -225,7 +226,7 @@ impl MappedSegment {
         // Only files of shared memory have seals. Checked first, because on a file of FUSE other calls could
         // block.
         let seals = fcntl_get_seals(&descriptor).map_err(|error| SegmentError::NotShared {
-            source: error.into(),
+            source: Arc::new(error.into()),
         })?;
         let sealed = seals.contains(SealFlags::SHRINK | SealFlags::GROW);
         if name.is_none() && !sealed {
@@ -242,9 +243,9 @@ impl MappedSegment {
 
     /// Opens a segment and checks its kind. A pool is refused unless `pool` is true.
     fn find(name: &SharedName, pool: bool) -> Result<Found, SegmentError> {
-        let open = |source| SegmentError::Open {
+        let open = |source: io::Error| SegmentError::Open {
             name: name.clone(),
-            source,
+            source: source.into(),
         };
         let file = shared_file::open(name, false).map_err(open)?;
         if !pool && shared_file::is_pool(name, &file).map_err(open)? {
@@ -313,7 +314,7 @@ impl MappedSegment {
         }
         let meta = self.file.metadata().map_err(|source| SegmentError::Open {
             name: self.name.clone(),
-            source,
+            source: source.into(),
         })?;
         match meta.len() < self.len() {
             true => Err(wrong_size(&self.name, self.len(), meta.len())),
@@ -335,7 +336,12 @@ impl Found {
     fn check(name: SharedName, file: File) -> Result<Self, SegmentError> {
         let meta = match file.metadata() {
             Ok(meta) => meta,
-            Err(source) => return Err(SegmentError::Open { name, source }),
+            Err(source) => {
+                return Err(SegmentError::Open {
+                    name,
+                    source: source.into(),
+                });
+            }
         };
         // No links: the file never had a name, or its owner has removed the name since.
         if !meta.is_file() || meta.nlink() > 1 {
@@ -359,9 +365,9 @@ impl Found {
         if size < len {
             return Err(wrong_size(&name, len, size));
         }
-        let open = |source| SegmentError::Open {
+        let open = |source: io::Error| SegmentError::Open {
             name: name.clone(),
-            source,
+            source: source.into(),
         };
         let bytes = usize::try_from(len).map_err(|e| open(io::Error::other(e)))?;
         let map = Mapping::shared(&file, bytes).map_err(open)?;

@@ -1,13 +1,14 @@
 //! Errors of connects and of transfers.
 
 use std::io;
+use std::sync::Arc;
 
 use thiserror::Error;
 
 use crate::{ConfigError, Index, PeerId};
 
 /// A peer could not be connected to.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum ConnectError {
     /// A setting of this side is invalid.
@@ -75,10 +76,16 @@ pub enum ConnectError {
     Closed,
     /// The connection failed.
     #[error("the connection failed: {0}")]
-    Io(#[from] io::Error),
+    Io(#[source] Arc<io::Error>),
     /// The library under the channel failed.
     #[error("{0}")]
     Library(String),
+}
+
+impl From<io::Error> for ConnectError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(Arc::new(error))
+    }
 }
 
 /// Objects could not be moved, or not all of them. `object` is the number of an object in its

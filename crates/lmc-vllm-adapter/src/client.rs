@@ -6,6 +6,7 @@ use std::io::{self, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::{Bytes, BytesMut};
@@ -20,12 +21,12 @@ use crate::transport::{
 const READ_CHUNK: usize = 16 << 10;
 
 /// Why a call of a [`Client`] has no usable reply.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum ClientError {
     /// Connecting, reading or writing failed.
     #[error("connection to the server failed: {0}")]
-    Io(#[from] io::Error),
+    Io(#[source] Arc<io::Error>),
     /// The server closed the connection.
     #[error("the server closed the connection")]
     Closed,
@@ -59,6 +60,12 @@ pub enum ClientError {
         /// The reply that arrived.
         reply: Box<Reply>,
     },
+}
+
+impl From<io::Error> for ClientError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(Arc::new(error))
+    }
 }
 
 /// A connection to a server that sends requests and waits for replies.

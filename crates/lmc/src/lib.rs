@@ -49,7 +49,7 @@ use memory::{ArenaConfig, ArenaError};
 const DEFAULT_DRAM: usize = 1 << 30;
 
 /// Reason why a cache cannot be made.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum BuildError {
     /// A name cannot be part of a key.
@@ -74,7 +74,21 @@ pub enum BuildError {
     /// The tier of peers cannot be started.
     #[cfg(feature = "shared")]
     #[error("peers: {0}")]
-    Peers(#[source] Box<dyn std::error::Error + Send + Sync>),
+    Peers(#[from] transfer::SocketError),
+    /// The address of this process among its peers is invalid.
+    #[cfg(feature = "shared")]
+    #[error("peers: {0}")]
+    PeerAddress(#[from] transfer::AddressError),
+    /// The address of this process stands for every address of the host.
+    #[cfg(feature = "shared")]
+    #[error(
+        "peers: expected the address at which other processes reach this one, found {host}, which \
+         stands for every address of this host"
+    )]
+    EveryAddress {
+        /// The host of the address.
+        host: String,
+    },
     /// The URL names no shared store.
     #[cfg(feature = "shared")]
     #[error("store: {0}")]
@@ -82,7 +96,7 @@ pub enum BuildError {
     /// The threads of peers and stores cannot be started.
     #[cfg(feature = "shared")]
     #[error("cannot start a thread: {0}")]
-    Runtime(std::io::Error),
+    Runtime(#[source] Arc<std::io::Error>),
     /// The engine refuses its settings.
     #[error(transparent)]
     Engine(#[from] EngineError),

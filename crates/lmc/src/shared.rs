@@ -11,7 +11,7 @@ use lmc_backend_remote::{RemoteConfig, RemoteTier, StoreOptions, open_store};
 use lmc_engine::{EngineConfig, LowerTier, TierPolicy};
 use lmc_key::KeySpace;
 use lmc_memory::Arena;
-use lmc_transfer::{Address, AddressError, ChannelConfig, Keys, SocketConfig};
+use lmc_transfer::{Address, ChannelConfig, Keys, SocketConfig, SocketError};
 use tokio::runtime::{Builder, Handle, Runtime};
 
 use crate::BuildError;
@@ -108,7 +108,8 @@ impl Settings {
             None => {
                 let builder = &mut Builder::new_multi_thread();
                 let builder = builder.worker_threads(2).thread_name("lmc-tiers");
-                let runtime = builder.enable_all().build().map_err(BuildError::Runtime)?;
+                let runtime = builder.enable_all().build();
+                let runtime = runtime.map_err(|error| BuildError::Runtime(error.into()))?;
                 let handle = runtime.handle().clone();
                 shared.threads = Some(Arc::new(Threads(Some(runtime))));
                 handle
@@ -143,25 +144,19 @@ impl Peers {
         host: Arc<dyn Host>,
         runtime: Handle,
     ) -> Result<P2pBackend, BuildError> {
-        let id = new_peer_id(&node.name).map_err(|error| BuildError::Peers(error.into()))?;
+        let id = new_peer_id(&node.name).map_err(SocketError::from)?;
         let mut channel = ChannelConfig::new(id, Arc::clone(arena));
         channel.keys = Some(self.keys);
-        let listen = format!("tcp://{}", self.listen).parse();
-        let listen = listen.map_err(|error: AddressError| BuildError::Peers(error.into()))?;
+        let listen: Address = format!("tcp://{}", self.listen).parse()?;
         // Other processes reach this one by that address.
         if let Address::Tcp { host, .. } = &listen
             && host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified())
         {
-            let text = format!(
-                "expected the address at which other processes reach this one, found {host}, which \
-                 stands for every address of this host"
-            );
-            return Err(BuildError::Peers(text.into()));
+            return Err(BuildError::EveryAddress { host: host.clone() });
         }
         let mut config = P2pConfig::new(node, SocketConfig::new(channel, listen));
         config.peers = self.peers;
-        let started = P2pBackend::start(config, host, runtime);
-        started.map_err(|error| BuildError::Peers(error.into()))
+        Ok(P2pBackend::start(config, host, runtime)?)
     }
 }
 

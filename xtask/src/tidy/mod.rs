@@ -75,6 +75,10 @@ const RULES: &[Rule] = &[
         check: source::names,
     },
     Rule {
+        name: "public errors can be copied",
+        check: source::errors,
+    },
+    Rule {
         name: "unsafe code stays where it is expected",
         check: unsafe_code::expected,
     },

@@ -64,9 +64,43 @@ fn declared(line: &str) -> Option<&str> {
     is_type.then(|| &rest[..end.unwrap_or(rest.len())])
 }
 
+/// A public error can be given to each of several callers.
+pub(crate) fn errors(tree: &Tree, findings: &mut Findings) {
+    for file in tree.with_ending("rs") {
+        let lines: Vec<&str> = file.text.lines().collect();
+        for (index, line) in lines.iter().enumerate() {
+            let Some(derived) = line.strip_prefix("#[derive(") else {
+                continue;
+            };
+            let words = || derived.split(|c: char| !c.is_alphanumeric());
+            let is_copied = words().any(|word| word == "Clone");
+            let item = lines[index..].iter().find(|line| declared(line).is_some());
+            let is_public = item.is_some_and(|line| line.starts_with("pub "));
+            if words().any(|word| word == "Error") && is_public && !is_copied {
+                let at = file.at(index);
+                findings
+                    .faults
+                    .push(format!("{at}: a public error that is not Clone"));
+            }
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn public_errors_that_cannot_be_copied_are_found() {
+        let text = "#[derive(Debug, Error)]\n#[error(\"a\")]\npub struct A;\n\
+                    #[derive(Debug, Error)]\nenum B {}\n\
+                    #[derive(Clone, Debug, Error)]\npub enum C {}\n";
+        let tree = Tree::of(&[("crates/a/src/b.rs", text)]);
+        let mut findings = Findings::default();
+        errors(&tree, &mut findings);
+        let expected = ["crates/a/src/b.rs:1: a public error that is not Clone"];
+        assert_eq!(findings.faults, expected);
+    }
 
     #[test]
     fn types_with_empty_names_are_found() {

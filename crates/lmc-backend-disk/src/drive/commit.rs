@@ -10,7 +10,6 @@ use super::log_files::{Log, LogFiles};
 use super::state::{DriveCore, DriveState, Gone, LogChange, Ready, SegmentFile, Stop};
 use super::store::ChunkWriter;
 use crate::counters::count;
-use crate::files::again;
 use crate::format::{MAX_FRAME_RECORDS, PutRecord, RECORD_LEN, Record, encode_frame, frame_len};
 use crate::log::Tail;
 use crate::volume::{AlignedBuf, BLOCK, Kind};
@@ -95,8 +94,9 @@ impl Committer {
         let (changes, failed) = self.sync_segments(changes);
         for (put, error) in failed {
             self.writer.write_failed(&put, &error);
+            let error = BackendError::Io(error);
             self.writer
-                .store_ended(&put.key, put.len, |_| Err(BackendError::Io(again(&error))));
+                .store_ended(&put.key, put.len, |_| Err(error.clone()));
         }
         // The records of one frame are applied before the next frame is written: that write may begin a new
         // log, whose checkpoint must have them. A frame fits into an empty log.
@@ -108,7 +108,7 @@ impl Committer {
             if group.is_empty() {
                 return;
             }
-            let logged = self.log_changes(&group);
+            let logged = self.log_changes(&group).map_err(BackendError::from);
             for change in group {
                 match change {
                     LogChange::Put(ready) => self.committed(&ready.put, &logged),
@@ -150,7 +150,7 @@ impl Committer {
         logged
     }
 
-    fn committed(&self, put: &PutRecord, logged: &io::Result<()>) {
+    fn committed(&self, put: &PutRecord, logged: &Result<(), BackendError>) {
         if let Err(error) = logged {
             {
                 let mut state = self.core.state.lock();
@@ -160,7 +160,7 @@ impl Committer {
             }
             return self
                 .writer
-                .store_ended(&put.key, put.len, |_| Err(BackendError::Io(again(error))));
+                .store_ended(&put.key, put.len, |_| Err(error.clone()));
         }
         {
             let mut state = self.core.state.lock();
@@ -188,7 +188,7 @@ impl Committer {
     fn sync_segments(
         &self,
         changes: Vec<LogChange>,
-    ) -> (Vec<LogChange>, Vec<(PutRecord, io::Error)>) {
+    ) -> (Vec<LogChange>, Vec<(PutRecord, Arc<io::Error>)>) {
         let mut segments: Vec<(u32, SegmentFile)> = changes
             .iter()
             .filter_map(|change| match change {
@@ -198,10 +198,10 @@ impl Committer {
             .collect();
         segments.sort_unstable_by_key(|(segment, file)| (*segment, file.failed_syncs));
         segments.dedup();
-        let mut failed: Vec<(SegmentFile, io::Error)> = Vec::new();
+        let mut failed: Vec<(SegmentFile, Arc<io::Error>)> = Vec::new();
         for (segment, file) in segments {
             if let Err(error) = self.sync_segment(segment, file) {
-                failed.push((file, error));
+                failed.push((file, Arc::new(error)));
             }
         }
         if failed.is_empty() {
@@ -212,7 +212,7 @@ impl Committer {
             match change {
                 LogChange::Put(ready) => {
                     match failed.iter().find(|(file, _)| *file == ready.file) {
-                        Some((_, error)) => lost.push((ready.put, again(error))),
+                        Some((_, error)) => lost.push((ready.put, Arc::clone(error))),
                         None => synced.push(LogChange::Put(ready)),
                     }
                 }

@@ -232,7 +232,7 @@ impl ChunkReader {
         };
         if let Some(error) = error {
             let failed = Loaded::Failed {
-                error: BackendError::Io(error),
+                error: BackendError::from(error),
                 slot: FailedSlot::Released(slot),
             };
             return batch.answer(*index, failed);
@@ -241,7 +241,7 @@ impl ChunkReader {
         if slot.arena().is_lost() {
             // The sum is of other bytes than the drive's, so it shows nothing about the drive.
             let failed = Loaded::Failed {
-                error: BackendError::Io(io::Error::other("the slot's memory was lost")),
+                error: BackendError::from(io::Error::other("the slot's memory was lost")),
                 slot: FailedSlot::Released(slot),
             };
             return batch.answer(*index, failed);

@@ -13,7 +13,6 @@ use parking_lot::{Mutex, MutexGuard};
 use super::space::{Found, SegmentSpace};
 use super::state::{DriveCore, DriveState, LogChange, Ready, SegmentFile, StoreWaiter, Writing};
 use crate::counters::count;
-use crate::files::again;
 use crate::format::{ChunkHeader, PutRecord, blocks};
 use crate::index::Extent;
 use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, VolumeOp};
@@ -257,8 +256,8 @@ impl ChunkWriter {
         match error {
             _ if lost => {
                 self.core.state.lock().index.leave(put.location.segment);
-                let lost = || BackendError::Io(io::Error::other("the slot's memory was lost"));
-                self.store_ended(&put.key, put.len, |_| Err(lost()));
+                let error = BackendError::from(io::Error::other("the slot's memory was lost"));
+                self.store_ended(&put.key, put.len, |_| Err(error.clone()));
             }
             None => {
                 self.core
@@ -271,7 +270,8 @@ impl ChunkWriter {
             }
             Some(error) => {
                 self.write_failed(&put, &error);
-                self.store_ended(&put.key, put.len, |_| Err(BackendError::Io(again(&error))));
+                let error = BackendError::from(error);
+                self.store_ended(&put.key, put.len, |_| Err(error.clone()));
             }
         }
     }

@@ -127,7 +127,7 @@ impl DirectoryHost {
     /// # Errors
     /// [`SocketError::Start`]: the system has no random numbers.
     pub fn new(name: String, limits: TableLimits) -> Result<Arc<Self>, SocketError> {
-        let seed = random().map_err(SocketError::Start)?;
+        let seed = random()?;
         Ok(Self::with_seed(name, limits, seed))
     }
 

@@ -229,7 +229,7 @@ fn in_time(deadline: Instant) -> io::Result<()> {
 fn late(error: io::Error) -> StoreError {
     match error.kind() {
         io::ErrorKind::TimedOut => StoreError::Deadline,
-        _ => StoreError::Io(error),
+        _ => StoreError::from(error),
     }
 }
 

@@ -350,7 +350,7 @@ pub(super) fn store_error(error: io::Error, needed: u64) -> StoreError {
             reason: error.to_string(),
         },
         io::ErrorKind::NotFound => StoreError::unavailable(error),
-        _ => StoreError::Io(error),
+        _ => StoreError::from(error),
     }
 }
 

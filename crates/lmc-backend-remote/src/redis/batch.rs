@@ -265,7 +265,7 @@ impl RedisStore {
             Ok(batch) => batch,
             Err(error) => {
                 for (index, job) in jobs.into_iter().enumerate() {
-                    answer(index, job.failed(error.again()));
+                    answer(index, job.failed(error.clone()));
                 }
                 return;
             }
@@ -366,14 +366,10 @@ impl<J: Job> JobBatch<'_, J> {
         let connections = connections.min(jobs.len());
         let queue = Mutex::new(jobs);
         let work = (0..connections).map(|_| self.work(&node, &queue));
-        let failures: Vec<StoreError> = join_all(work).await.into_iter().flatten().collect();
-        let why = || {
-            failures
-                .first()
-                .map_or(StoreError::Deadline, StoreError::again)
-        };
+        let mut failures = join_all(work).await.into_iter().flatten();
+        let failure = failures.next().unwrap_or(StoreError::Deadline);
         for Queued { index, job, .. } in queue.into_inner() {
-            self.answer(index, job.failed(why()));
+            self.answer(index, job.failed(failure.clone()));
         }
     }
 
@@ -539,7 +535,7 @@ impl<J: Job> JobBatch<'_, J> {
             self.store.lose(&self.servers);
         }
         for Queued { index, job, .. } in jobs {
-            self.answer(index, job.failed(failure.again()));
+            self.answer(index, job.failed(failure.clone()));
         }
         Driven::Failed(failure)
     }

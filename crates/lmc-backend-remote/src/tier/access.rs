@@ -134,20 +134,5 @@ impl StoreAccess {
 
 /// Returns one error for each key of a batch.
 pub(super) fn each<T>(len: usize, error: &BackendError) -> Vec<Result<T, BackendError>> {
-    (0..len).map(|_| Err(same(error))).collect()
-}
-
-/// Returns a copy of an error that ends a whole batch.
-pub(super) fn same(error: &BackendError) -> BackendError {
-    match error {
-        BackendError::Deadline => BackendError::Deadline,
-        BackendError::Closed => BackendError::Closed,
-        other => Unavailable {
-            reason: match other {
-                BackendError::Unavailable(unavailable) => unavailable.reason.clone(),
-                other => other.to_string(),
-            },
-        }
-        .into(),
-    }
+    (0..len).map(|_| Err(error.clone())).collect()
 }

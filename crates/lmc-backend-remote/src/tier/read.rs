@@ -13,7 +13,7 @@ use lmc_memory::{ReservedSlot, checksum};
 use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::JoinSet;
 
-use super::access::{StoreAccess, each, same};
+use super::access::{StoreAccess, each};
 use super::breaker::Attempt;
 use super::clears::ClearsSync;
 use super::recent::{Asked, RecentKeys};
@@ -193,7 +193,7 @@ impl ValueReader {
         let (folder, attempt) = match begun {
             Ok(begun) => begun,
             Err(error) => {
-                let failed = |item: LoadItem| failed(same(&error), item.slot);
+                let failed = |item: LoadItem| failed(error.clone(), item.slot);
                 return ready(items.into_iter().map(failed).collect::<Vec<_>>());
             }
         };

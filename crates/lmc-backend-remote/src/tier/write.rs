@@ -9,7 +9,7 @@ use lmc_backend::{Answers, BackendError, StoreItem, Stored, now, ready};
 use lmc_key::ChunkKey;
 use tokio::sync::{mpsc, oneshot};
 
-use super::access::{StoreAccess, each, same};
+use super::access::{StoreAccess, each};
 use super::breaker::Attempt;
 use super::claims::{Claim, Claims};
 use super::clears::ClearsSync;
@@ -37,7 +37,7 @@ impl BatchAnswers {
             let result = match &result {
                 Ok(Stored::Written) => Ok(Stored::Present),
                 Ok(other) => Ok(*other),
-                Err(error) => Err(same(error)),
+                Err(error) => Err(error.clone()),
             };
             // If the caller is gone, so is the receiver.
             let _ = self.answers.send((twin, result));
@@ -185,7 +185,7 @@ impl ValueWriter {
                 for (claim, index, _) in given.into_iter().flatten() {
                     drop(claim);
                     let answer = declined.as_ref().map(|_| Stored::Declined);
-                    batch.answer(index, answer.map_err(|error| error.again().into()));
+                    batch.answer(index, answer.map_err(|error| error.clone().into()));
                 }
                 return;
             }
@@ -397,7 +397,7 @@ impl ValueWriter {
         }
         let answer = |key: &ChunkKey| match results.get_mut(key) {
             None => Err(BackendError::Deadline),
-            Some(Err(error)) => Err(same(error)),
+            Some(Err(error)) => Err(error.clone()),
             // The second of two equal keys finds that the first one was removed.
             Some(Ok(removed)) => Ok(std::mem::take(removed)),
         };

@@ -25,7 +25,7 @@ const LOCK: &str = ".lock";
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Reason why the clears are not known.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum StateFileError {
     /// Another process with this name is running.
@@ -43,7 +43,7 @@ pub enum StateFileError {
         /// The file or folder.
         path: PathBuf,
         /// Cause of the failure.
-        source: io::Error,
+        source: Arc<io::Error>,
     },
     /// The file does not have the format of lmc.
     #[error(
@@ -64,7 +64,7 @@ impl StateFileError {
     fn io(path: &Path) -> impl Fn(io::Error) -> Self {
         move |source| Self::Io {
             path: path.to_owned(),
-            source,
+            source: source.into(),
         }
     }
 }

@@ -64,7 +64,10 @@ impl ArenaConfig {
             Prefault::Background { threads } => {
                 let started = Prefaulter::start(Arc::clone(&backing), threads);
                 let what = "starting the prefault threads".to_owned();
-                Some(started.map_err(|source| ArenaError::System { what, source })?)
+                Some(started.map_err(|source| ArenaError::System {
+                    what,
+                    source: source.into(),
+                })?)
             }
         };
         Ok(Arena {
@@ -78,7 +81,7 @@ impl ArenaConfig {
 fn map_error(bytes: usize) -> impl FnOnce(io::Error) -> ArenaError {
     move |source| ArenaError::System {
         what: format!("mapping {bytes} bytes"),
-        source,
+        source: source.into(),
     }
 }
 
@@ -123,7 +126,10 @@ fn anonymous(bytes: usize, huge: Demand, report: &mut ArenaReport) -> Result<Map
 
 fn backing(map: Mapping, behind: Behind) -> Result<Backing, ArenaError> {
     let what = "guarding the arena".to_owned();
-    Backing::new(map, behind).map_err(|source| ArenaError::System { what, source })
+    Backing::new(map, behind).map_err(|source| ArenaError::System {
+        what,
+        source: source.into(),
+    })
 }
 
 fn sealed(bytes: usize, huge: Demand, report: &mut ArenaReport) -> Result<Backing, ArenaError> {
@@ -138,7 +144,7 @@ fn sealed(bytes: usize, huge: Demand, report: &mut ArenaReport) -> Result<Backin
     }
     let file = memfd::create(bytes as u64).map_err(|source| ArenaError::System {
         what: format!("making a sealed file of {bytes} bytes"),
-        source,
+        source: source.into(),
     })?;
     let map = Mapping::shared(&file, bytes).map_err(map_error(bytes))?;
     backing(map, Behind::Sealed(file))
@@ -213,7 +219,7 @@ fn lock(map: &Mapping, demand: Demand, report: &mut ArenaReport) -> Result<(), A
         return Err(ArenaError::Lock {
             bytes,
             remedy,
-            source,
+            source: source.into(),
         });
     }
     report

@@ -1,6 +1,7 @@
 //! Configuration of an arena, and the report of what was obtained.
 
 use std::io;
+use std::sync::Arc;
 
 use thiserror::Error;
 
@@ -159,7 +160,7 @@ pub struct PrefaultProgress {
 }
 
 /// Memory that is not available as configured.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum ArenaError {
     /// The size is zero or beyond the address space.
@@ -232,7 +233,7 @@ pub enum ArenaError {
         /// Setting to change.
         remedy: String,
         /// Error of the system call.
-        source: io::Error,
+        source: Arc<io::Error>,
     },
     /// The memory cannot be bound to the node.
     #[error("cannot bind memory to NUMA node {node}: {why}")]
@@ -248,6 +249,6 @@ pub enum ArenaError {
         /// The call and its object.
         what: String,
         /// Error of the system call.
-        source: io::Error,
+        source: Arc<io::Error>,
     },
 }

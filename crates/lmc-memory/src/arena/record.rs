@@ -219,9 +219,9 @@ impl Record {
     /// Makes the record of a name, after reclaiming a stale segment of that name.
     pub(super) fn create(name: &SharedName) -> Result<(Self, Option<StaleSegment>), ArenaError> {
         let path = name.owner_path();
-        let fail = |source| ArenaError::System {
+        let fail = |source: io::Error| ArenaError::System {
             what: format!("making {}", path.display()),
-            source,
+            source: source.into(),
         };
         let mut reclaimed = None;
         for _ in 0..ATTEMPTS {

@@ -31,7 +31,10 @@ type FileId = (u64, u64);
 static OWN: Mutex<Vec<FileId>> = Mutex::new(Vec::new());
 
 fn system(what: String) -> impl FnOnce(io::Error) -> ArenaError {
-    move |source| ArenaError::System { what, source }
+    move |source| ArenaError::System {
+        what,
+        source: source.into(),
+    }
 }
 
 /// Opens a segment, or creates one, as `shm_open` does.
@@ -85,7 +88,10 @@ impl SharedFile {
                 return ArenaError::NotOurs { name: name.clone() };
             }
             let what = format!("making shared memory {name}");
-            ArenaError::System { what, source }
+            ArenaError::System {
+                what,
+                source: source.into(),
+            }
         })?;
         OWN.lock().push(id);
         let this = Self {

@@ -26,7 +26,7 @@ const LARGE: u64 = 1 << 20;
 const AHEAD: u64 = 64 << 10;
 
 /// A gather or scatter that was not carried out, or whose result must not be used.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum CopyError {
     /// The number of chunks is not as planned; nothing has been copied.

@@ -20,7 +20,7 @@ pub const MIN_KEY: usize = 32;
 pub const MAX_SECRETS: u64 = 1 << 20;
 
 /// A file with a secret, or an identity, that cannot be used.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum KeyError {
     /// A shared key of fewer than [`MIN_KEY`] bytes.
@@ -64,13 +64,16 @@ pub enum KeyError {
         /// The file.
         path: String,
         /// Cause of the failure.
-        error: io::Error,
+        error: Arc<io::Error>,
     },
 }
 
 fn file_error(path: &Path, error: io::Error) -> KeyError {
     let path = path.display().to_string();
-    KeyError::File { path, error }
+    KeyError::File {
+        path,
+        error: error.into(),
+    }
 }
 
 /// Reads a file with secrets. Only the owner of the file may have permissions on it; if root owns it,

@@ -1,6 +1,7 @@
 //! Settings of a socket channel.
 
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use thiserror::Error;
@@ -47,7 +48,7 @@ pub struct SocketConfig {
 }
 
 /// A socket channel could not be built.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum SocketError {
     /// A setting is invalid.
@@ -62,11 +63,17 @@ pub enum SocketError {
         /// The address.
         address: Address,
         /// The error of the system.
-        error: io::Error,
+        error: Arc<io::Error>,
     },
     /// Threads could not be started, or the system has no random numbers.
     #[error("cannot start the channel: {0}")]
-    Start(#[source] io::Error),
+    Start(#[source] Arc<io::Error>),
+}
+
+impl From<io::Error> for SocketError {
+    fn from(error: io::Error) -> Self {
+        Self::Start(Arc::new(error))
+    }
 }
 
 impl SocketConfig {

@@ -91,20 +91,20 @@ pub struct SocketChannel {
 
 impl SocketChannel {
     fn start(config: SocketConfig) -> Result<Self, SocketError> {
-        let threads = Threads::start(config.threads, config.nice).map_err(SocketError::Start)?;
+        let threads = Threads::start(config.threads, config.nice)?;
         let listen = config.listen.clone();
         let listener = {
             let _entered = threads.first().enter();
             Listener::bind(&listen).map_err(|error| SocketError::Listen {
                 address: listen,
-                error,
+                error: error.into(),
             })?
         };
-        let local = Local::new(&config.channel).map_err(SocketError::Start)?;
+        let local = Local::new(&config.channel)?;
         let protected = local.check_listener(&listener);
         protected.map_err(SocketError::Unprotected)?;
         let address = listener.address().clone();
-        let timer = Timer::start().map_err(SocketError::Start)?;
+        let timer = Timer::start()?;
         #[cfg(feature = "nixl")]
         if let Some(nixl) = &config.nixl {
             nixl.take(&config.channel)?;

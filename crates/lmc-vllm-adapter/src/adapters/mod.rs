@@ -32,6 +32,7 @@ pub use work::{EndedStore, Finished, LoadStoreOp};
 pub use worker::{EngineStream, WorkerAdapter, WorkerStats};
 
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 
 use lmc_memory::cuda::CudaError;
@@ -82,12 +83,12 @@ impl Default for Timeouts {
 }
 
 /// Why an adapter cannot be made or used.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum AdapterError {
     /// A thread cannot be started, or the system has no random bytes.
     #[error("cannot start the adapter: {0}")]
-    System(#[from] io::Error),
+    System(#[source] Arc<io::Error>),
     /// The server's chunks are not whole blocks of the engine.
     #[error(
         "the server's chunk size {chunk_size} is not a multiple of the engine's block size \
@@ -105,4 +106,10 @@ pub enum AdapterError {
     /// A value from the engine is invalid.
     #[error("{0}")]
     Invalid(String),
+}
+
+impl From<io::Error> for AdapterError {
+    fn from(error: io::Error) -> Self {
+        Self::System(Arc::new(error))
+    }
 }

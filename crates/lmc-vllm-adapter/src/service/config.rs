@@ -1,5 +1,6 @@
 //! Settings of a [`Service`](crate::Service).
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use lmc_key::{ChunkHasher, IdentityText};
@@ -121,10 +122,16 @@ impl ServiceConfig {
 }
 
 /// A service cannot be started.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[non_exhaustive]
 pub enum ServiceError {
     /// A thread cannot be started.
     #[error("cannot start a thread: {0}")]
-    Thread(#[from] std::io::Error),
+    Thread(#[source] Arc<std::io::Error>),
+}
+
+impl From<std::io::Error> for ServiceError {
+    fn from(error: std::io::Error) -> Self {
+        Self::Thread(Arc::new(error))
+    }
 }

@@ -27,13 +27,13 @@ use crate::transport::trust::Untrusted;
 const BEAT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A listening socket cannot be opened.
-#[derive(Debug, Error)]
+#[derive(Clone, Debug, Error)]
 #[error("cannot listen on {address}: {source}")]
 pub struct BindError {
     /// Address of the socket: `tcp://HOST:PORT` or `ipc://PATH`.
     pub address: String,
     /// Error of the operating system.
-    pub source: io::Error,
+    pub source: Arc<io::Error>,
 }
 
 /// A listening ROUTER socket in front of a [`Service`].
@@ -52,9 +52,9 @@ impl ZmqServer {
     /// # Errors
     /// [`BindError`] when an address is taken or cannot be resolved.
     pub async fn bind(config: ZmqConfig, service: Service) -> Result<Self, BindError> {
-        let failed = |source| BindError {
+        let failed = |source: io::Error| BindError {
             address: format!("tcp://{}:{}", config.host, config.port),
-            source,
+            source: source.into(),
         };
         let listener = TcpListener::bind((config.host.as_str(), config.port))
             .await
@@ -64,7 +64,7 @@ impl ZmqServer {
             IpcListener::bind(path, config.trusted_users.socket_mode()).map_err(|source| {
                 BindError {
                     address: format!("ipc://{}", path.display()),
-                    source,
+                    source: source.into(),
                 }
             })
         });
