@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use lmc_backend::conformance::{
     Rng, block_on, check_value, fill_value, load_batch, store_batch, test_key,
 };
-use lmc_backend::{LoadItem, Loaded, StoreItem, Stored, WriteBackend};
+use lmc_backend::{LoadItem, Loaded, NoEngine, StoreItem, Stored, WriteBackend};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskIo};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 
@@ -63,7 +63,7 @@ fn open(folder: &str, pool: &Pool) -> Result<DiskBackend, Failure> {
         .with_segment_bytes(64 << 20)
         .with_io(io)
         .with_arena(Arc::clone(pool.arena()));
-    Ok(config.open()?)
+    Ok(config.open(&NoEngine::default())?)
 }
 
 fn pool() -> Result<Pool, Failure> {

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use lmc_backend::conformance::{Rng, block_on, store_batch, test_key};
-use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored, WriteBackend};
+use lmc_backend::{Backend, LoadItem, Loaded, NoEngine, StoreItem, Stored, WriteBackend};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskIo};
 use lmc_memory::{
     Arena, ArenaConfig, Demand, Pool, PoolConfig, Prefault, ReservedSlot, SealedSlot, WrittenSlot,
@@ -111,7 +111,7 @@ fn tier(
         .with_segment_bytes(256 << 20)
         .with_io(io)
         .with_arena(Arc::clone(arena));
-    Ok(Arc::new(config.open()?))
+    Ok(Arc::new(config.open(&NoEngine::default())?))
 }
 
 /// CPU seconds of this process so far, kernel threads that work for it included.
@@ -330,7 +330,7 @@ fn fill(folder: &str, count: u64, chunk: u64, kill: bool) -> Result<(), Failure>
 
 fn open(folder: &str) -> Result<(), Failure> {
     let begun = Instant::now();
-    let tier = DiskConfig::existing([folder])?.open()?;
+    let tier = DiskConfig::existing([folder])?.open(&NoEngine::default())?;
     let seconds = begun.elapsed().as_secs_f64();
     let chunks = tier.held().chunks;
     println!("{{\"chunks\": {chunks}, \"seconds\": {seconds}}}");

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use lmc_backend::{Clears, Events};
+use lmc_backend::Host;
 use lmc_key::SpaceId;
 use lmc_memory::Arena;
 use tracing::{info, warn};
@@ -49,8 +49,6 @@ pub struct DiskConfig {
     max_writing: u64,
     probe_every: Duration,
     arena: Option<Arc<Arena>>,
-    clears: Arc<Clears>,
-    events: Option<Events>,
     key_settings: Option<String>,
     /// Creates a drive in a folder that has none.
     new_drives: bool,
@@ -71,8 +69,6 @@ impl DiskConfig {
             max_writing: 1 << 30,
             probe_every: Duration::from_secs(2),
             arena: None,
-            clears: Arc::default(),
-            events: None,
             key_settings: None,
             new_drives: false,
             existing: false,
@@ -110,20 +106,6 @@ impl DiskConfig {
     /// 252 bytes count. Default: none.
     pub fn with_key_settings(mut self, settings: &str) -> Self {
         self.key_settings = Some(cut(settings));
-        self
-    }
-
-    /// Names the clears that the process knows from elsewhere, such as its state file. A drive is emptied if
-    /// it lacks any of these clears or of the other drives' clears. Default: none.
-    pub fn with_clears(mut self, clears: Arc<Clears>) -> Self {
-        self.clears = clears;
-        self
-    }
-
-    /// Sets the bus on which the drives report chunks that come and go: the bus of the engine's host. Peers'
-    /// directories learn from it which chunks the drives have. Default: none.
-    pub fn with_events(mut self, events: Events) -> Self {
-        self.events = Some(events);
         self
     }
 
@@ -173,12 +155,13 @@ impl DiskConfig {
         self
     }
 
-    /// Opens the drives and finds the chunks that were acknowledged before. A drive that missed a clear, or
-    /// whose map of clears cannot be read, is emptied first.
+    /// Opens the drives and finds the chunks that were acknowledged before. A drive is emptied first if it
+    /// lacks any clear of the host or of another drive, or if its map of clears cannot be read. Changes of
+    /// chunks are reported to the host.
     ///
     /// # Errors
     /// [`DiskError`].
-    pub fn open(&self) -> Result<DiskBackend, DiskError> {
+    pub fn open(&self, host: &dyn Host) -> Result<DiskBackend, DiskError> {
         if self.paths.is_empty() {
             return Err(DiskError::NoFolder);
         }
@@ -192,11 +175,10 @@ impl DiskConfig {
         let drives = drives.collect::<Result<Vec<_>, _>>()?;
         let set = match self.existing {
             true => DriveSet::of(&drives)?,
-            false => DriveSet::join(&drives, &self.paths, &self.clears)?,
+            false => DriveSet::join(&drives, &self.paths, &host.clears())?,
         };
-        if let Some(events) = &self.events {
-            drives.iter().for_each(|drive| drive.report_to(events));
-        }
+        let events = host.events();
+        drives.iter().for_each(|drive| drive.report_to(events));
         let (unreachable, segments) = self.note_settings(&drives);
         let tier = DiskBackend::new(drives, set).map_err(|source| DiskError::Io {
             path: self.paths[0].clone(),

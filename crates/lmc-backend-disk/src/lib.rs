@@ -11,7 +11,7 @@
 //! use std::time::{Duration, Instant};
 //!
 //! use futures_util::StreamExt;
-//! use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, WriteBackend};
+//! use lmc_backend::{Backend, LoadItem, Loaded, NoEngine, StoreItem, WriteBackend};
 //! use lmc_backend_disk::DiskConfig;
 //! use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 //! use lmc_memory::{ArenaConfig, Pool, PoolConfig};
@@ -25,7 +25,7 @@
 //! slot.bytes_mut().copy_from_slice(b"hello");
 //!
 //! let folder = std::env::temp_dir().join(format!("lmc-disk-example-{}", std::process::id()));
-//! let tier = DiskConfig::new([&folder], 64 << 20).with_new_drives().open()?;
+//! let tier = DiskConfig::new([&folder], 64 << 20).with_new_drives().open(&NoEngine::default())?;
 //!
 //! let deadline = Instant::now() + Duration::from_secs(20);
 //! let items = vec![StoreItem::new(key, slot.written().seal())];

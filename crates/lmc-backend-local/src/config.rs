@@ -1,22 +1,18 @@
 //! Configuration of a tier.
 
-use std::sync::Arc;
 use std::thread;
 
-use lmc_memory::Pool;
 use thiserror::Error;
 
-use crate::{LocalSink, PolicyKind};
+use crate::PolicyKind;
 
 /// Configuration of a [`crate::LocalTier`].
 #[derive(Clone, Debug)]
 pub struct LocalConfig {
-    pub(crate) pool: Pool,
     pub(crate) policy: PolicyKind,
     pub(crate) shards: usize,
     pub(crate) high: f64,
     pub(crate) low: f64,
-    pub(crate) events: Option<Arc<dyn LocalSink>>,
 }
 
 /// A configuration that is invalid.
@@ -39,20 +35,19 @@ pub enum LocalConfigError {
     },
 }
 
-impl LocalConfig {
-    /// Returns the configuration of a tier over this pool. Chunks may fill the whole pool.
-    pub fn new(pool: Pool) -> Self {
+impl Default for LocalConfig {
+    fn default() -> Self {
         let cores = thread::available_parallelism().map_or(1, usize::from);
         Self {
-            pool,
             policy: PolicyKind::default(),
             shards: (cores * 4).next_power_of_two().clamp(8, 64),
             high: 0.95,
             low: 0.90,
-            events: None,
         }
     }
+}
 
+impl LocalConfig {
     /// Sets the eviction policy. Default: [`PolicyKind::Lru`].
     pub fn with_policy(mut self, policy: PolicyKind) -> Self {
         self.policy = policy;
@@ -71,12 +66,6 @@ impl LocalConfig {
     /// used, and stops at `low`. Default: 0.95 and 0.90.
     pub fn with_watermarks(mut self, high: f64, low: f64) -> Self {
         (self.high, self.low) = (high, low);
-        self
-    }
-
-    /// Sets the receiver of events about stored and removed chunks. Default: none.
-    pub fn with_events(mut self, events: Arc<dyn LocalSink>) -> Self {
-        self.events = Some(events);
         self
     }
 }

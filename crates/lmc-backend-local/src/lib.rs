@@ -16,7 +16,7 @@
 //! use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 //!
 //! let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build()?);
-//! let tier = LocalConfig::new(Pool::new(arena, PoolConfig::default())?).build()?;
+//! let tier = LocalConfig::default().build(Pool::new(arena, PoolConfig::default())?, None)?;
 //! let space = SpaceId::new([1; 16]);
 //! let key = ChunkKey { space, kv_rank: 0, group: 0, hash: ChunkHash::new([2; 32]) };
 //! let session = OwnerId(7);

@@ -27,7 +27,10 @@ fn tier(policy: PolicyKind, units: u64) -> LocalTier {
         .unwrap();
     let pool = Pool::new(Arc::new(arena), PoolConfig::default()).unwrap();
     assert_eq!(pool.usage().capacity, units * UNIT);
-    LocalConfig::new(pool).with_policy(policy).build().unwrap()
+    LocalConfig::default()
+        .with_policy(policy)
+        .build(pool, None)
+        .unwrap()
 }
 
 /// Begins a write of a key that no other write names.

@@ -77,22 +77,18 @@ pub struct P2pBackend {
     named: Named,
 }
 
-impl P2pBackend {
+impl P2pConfig {
     /// Starts to listen for peers, and to connect to the configured peers. Lends the host's chunks.
     ///
     /// # Errors
     /// [`SocketError`].
-    pub fn start(
-        config: P2pConfig,
-        host: Arc<dyn Host>,
-        runtime: Handle,
-    ) -> Result<Self, SocketError> {
+    pub fn start(self, host: Arc<dyn Host>, runtime: Handle) -> Result<P2pBackend, SocketError> {
         let P2pConfig {
             mut node,
             mut channel,
             peers,
             directories,
-        } = config;
+        } = self;
         node.uses_directories = !directories.is_empty();
         node.salt_keys = channel.channel.keys.clone();
         // The channel's handlers reach the node through this, once there is a node.
@@ -148,14 +144,16 @@ impl P2pBackend {
             let dialing = dialer.stay_connected(dialing, peers, directories, shown);
             tasks.spawn_on(dialing, &runtime);
         }
-        Ok(Self {
+        Ok(P2pBackend {
             node,
             runtime,
             tasks: Mutex::new(Some(tasks)),
             named,
         })
     }
+}
 
+impl P2pBackend {
     /// Returns the node of this daemon.
     pub fn node(&self) -> &Arc<DaemonNode> {
         &self.node

@@ -28,7 +28,7 @@
 //!     let node = NodeConfig::new("node-1", "10.0.0.1:7700", pool);
 //!     let mut config = P2pConfig::new(node, SocketConfig::new(channel, listen));
 //!     config.peers = vec![peer.to_owned()];
-//!     Ok(P2pBackend::start(config, host, Handle::current())?)
+//!     Ok(config.start(host, Handle::current())?)
 //! }
 //! ```
 //!

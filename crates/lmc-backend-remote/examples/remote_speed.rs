@@ -17,11 +17,11 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use lmc_backend::conformance::{fill_value, test_key};
-use lmc_backend::{Backend, LoadItem, LocateHint, Located, StoreItem, WriteBackend};
+use lmc_backend::{Backend, LoadItem, LocateHint, Located, NoEngine, StoreItem, WriteBackend};
 use lmc_backend_remote::format::PROBE_FOLDER;
-use lmc_backend_remote::redis::{RedisConfig, RedisStore};
-use lmc_backend_remote::s3::{Connector, S3Config, S3Store};
-use lmc_backend_remote::{FileConfig, FileStore, RemoteConfig, RemoteTier, Store};
+use lmc_backend_remote::redis::RedisConfig;
+use lmc_backend_remote::s3::{Connector, S3Config};
+use lmc_backend_remote::{FileConfig, RemoteConfig, Store};
 use lmc_key::ChunkKey;
 use lmc_memory::{ArenaConfig, Pool, PoolConfig, Prefault, SealedSlot};
 use object_store::path::Path as Key;
@@ -131,16 +131,20 @@ fn ours(
     slots: &[SealedSlot],
 ) -> Result<Figures> {
     let store: Arc<dyn Store> = match url.split_once("://") {
-        Some(("file", folder)) => Arc::new(FileStore::new(FileConfig::new(folder))?),
-        Some(("s3", _)) => Arc::new(S3Store::new(S3Config::new(url.parse()?, env::vars())?)?),
+        Some(("file", folder)) => Arc::new(FileConfig::new(folder).open()?),
+        Some(("s3", _)) => Arc::new(S3Config::new(url.parse()?, env::vars())?.open()?),
         _ => {
             let mut config = RedisConfig::new(url.parse()?);
             config.ttl = ttl;
-            Arc::new(RedisStore::new(config)?)
+            Arc::new(config.open()?)
         }
     };
     let config = RemoteConfig::default();
-    let tier = RemoteTier::start(config, store, Arc::default(), runtime.handle().clone());
+    let tier = config.start(
+        store,
+        Arc::new(NoEngine::default()),
+        runtime.handle().clone(),
+    );
     runtime.block_on(async {
         if !tier.ready(Instant::now() + TIMEOUT).await {
             return Err("the store does not answer".into());

@@ -10,11 +10,12 @@
 //! [`open_store`] makes the store of a URL.
 //!
 //! ```
+//! use std::sync::Arc;
 //! use std::time::{Duration, Instant};
 //!
 //! use futures_util::StreamExt;
-//! use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, WriteBackend};
-//! use lmc_backend_remote::{RemoteConfig, RemoteTier, StoreOptions, open_store};
+//! use lmc_backend::{Backend, LoadItem, Loaded, NoEngine, StoreItem, WriteBackend};
+//! use lmc_backend_remote::{RemoteConfig, StoreOptions, open_store};
 //! use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 //! use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 //!
@@ -30,7 +31,7 @@
 //! std::fs::create_dir_all(&folder)?;
 //! let store = open_store(&format!("file://{}", folder.display()), StoreOptions::default())?;
 //! let runtime = tokio::runtime::Handle::current();
-//! let tier = RemoteTier::start(RemoteConfig::default(), store.store(), Default::default(), runtime);
+//! let tier = RemoteConfig::default().start(store.store(), Arc::new(NoEngine::default()), runtime);
 //! assert!(tier.ready(Instant::now() + Duration::from_secs(20)).await);
 //!
 //! let deadline = Instant::now() + Duration::from_secs(20);
@@ -84,7 +85,7 @@ pub mod s3;
 mod tls;
 
 mod tier;
-pub use tier::{RemoteConfig, RemoteTier, StaleDeleted};
+pub use tier::{RemoteConfig, RemoteTier, SaltDigest, StaleDeleted};
 
 #[cfg(feature = "conformance")]
 mod faulty_store;

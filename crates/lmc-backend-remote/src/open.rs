@@ -103,7 +103,7 @@ pub fn open_store(url: &str, options: StoreOptions) -> Result<Opened, OpenError>
             let mut config = FileConfig::new(folder);
             config.max_bytes = options.max_bytes;
             config.ttl = options.ttl;
-            Ok(Opened::File(Arc::new(FileStore::new(config)?)))
+            Ok(Opened::File(Arc::new(config.open()?)))
         }
         #[cfg(feature = "redis")]
         Location::Redis(_) if options.max_bytes.is_some() => Err(OpenError::Size(
@@ -113,7 +113,7 @@ pub fn open_store(url: &str, options: StoreOptions) -> Result<Opened, OpenError>
         Location::Redis(url) => {
             let mut config = RedisConfig::new(url);
             config.ttl = options.ttl;
-            let store = RedisStore::new(config).map_err(of_store)?;
+            let store = config.open().map_err(of_store)?;
             Ok(Opened::Redis(Arc::new(store)))
         }
         #[cfg(feature = "s3")]
@@ -128,7 +128,7 @@ pub fn open_store(url: &str, options: StoreOptions) -> Result<Opened, OpenError>
             });
             let mut config = S3Config::new(url, variables).map_err(of_store)?;
             config.ttl = options.ttl;
-            let store = S3Store::new(config).map_err(of_store)?;
+            let store = config.open().map_err(of_store)?;
             Ok(Opened::S3(Arc::new(store)))
         }
     }

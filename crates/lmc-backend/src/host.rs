@@ -2,11 +2,13 @@
 
 use std::any::Any;
 use std::fmt;
+use std::future::ready;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_key::{ChunkKey, KeySpace, LayoutFingerprint, SpaceId};
 use lmc_memory::SealedSlot;
+use parking_lot::Mutex;
 
 use crate::{BoxFuture, Clears, Events, LocateHint, TooManyClears, Usage};
 
@@ -139,7 +141,7 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
         timeout: Duration,
     ) -> BoxFuture<'a, Received> {
         let _ = (run, peer, timeout);
-        Box::pin(std::future::ready(Received::default()))
+        Box::pin(ready(Received::default()))
     }
 
     /// Returns the clears that this host has carried out. The map contains every map returned before. It is
@@ -172,6 +174,15 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
     /// Returns the live spaces, the most important first.
     fn spaces(&self) -> Vec<HostSpace>;
 
+    /// Returns the fields of the space that has this name in keys ([`SpaceId::after`]); `None` if only the
+    /// name is known. Default: looks among [`Host::spaces`]. Never waits.
+    fn describe(&self, name: SpaceId) -> Option<KeySpace> {
+        let clears = self.clears().id();
+        let mut spaces = self.spaces().into_iter();
+        let found = spaces.find(|space| space.id.after(clears) == name);
+        found.map(|space| space.description)
+    }
+
     /// Returns true if engines of this host merge chunks of a layout with this number of KV ranks into
     /// their own. Default: false. Never waits.
     fn merges_layout(&self, layout: LayoutFingerprint, ranks: u32) -> bool {
@@ -194,4 +205,83 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
 
     /// Returns the chunks and bytes in memory, and the memory's capacity.
     fn usage(&self) -> Usage;
+}
+
+/// The host of tiers that no engine uses, for tools. It has no chunks, and nobody is told of clears that its
+/// tiers learn.
+#[derive(Debug, Default)]
+pub struct NoEngine {
+    clears: Mutex<Arc<Clears>>,
+    spaces: Mutex<Vec<HostSpace>>,
+    events: Events,
+}
+
+impl NoEngine {
+    /// Makes a host that has carried out these clears.
+    pub fn new(clears: Clears) -> Self {
+        Self {
+            clears: Mutex::new(Arc::new(clears)),
+            ..Self::default()
+        }
+    }
+
+    /// Makes a space known, so that tiers can describe it.
+    pub fn add_space(&self, description: KeySpace) {
+        let id = description.id();
+        self.spaces.lock().push(HostSpace { id, description });
+    }
+}
+
+impl Host for NoEngine {
+    fn states(&self, keys: &[ChunkKey]) -> Vec<HostChunk> {
+        vec![HostChunk::Absent; keys.len()]
+    }
+
+    fn lease<'a>(
+        &'a self,
+        keys: &'a [ChunkKey],
+        _promote_until: Instant,
+    ) -> BoxFuture<'a, Vec<Option<HostLease>>> {
+        let none = keys.iter().map(|_| None).collect();
+        Box::pin(ready(none))
+    }
+
+    fn list(&self, _from: u128, _limit: usize) -> BoxFuture<'_, (Vec<ChunkKey>, Option<u128>)> {
+        Box::pin(ready((Vec::new(), None)))
+    }
+
+    fn promote<'a>(&'a self, _keys: &'a [ChunkKey], _hint: LocateHint) -> BoxFuture<'a, ()> {
+        Box::pin(ready(()))
+    }
+
+    fn clears(&self) -> Arc<Clears> {
+        Arc::clone(&self.clears.lock())
+    }
+
+    fn clears_are_noted(&self) -> bool {
+        true
+    }
+
+    fn learn(
+        &self,
+        clears: Clears,
+        _origin: &'static str,
+    ) -> BoxFuture<'_, Result<(), TooManyClears>> {
+        let mut known = self.clears.lock();
+        let mut all = Clears::clone(&known);
+        let learned = all.join(&clears).map(|_| *known = Arc::new(all));
+        Box::pin(ready(learned))
+    }
+
+    fn events(&self) -> &Events {
+        &self.events
+    }
+
+    fn spaces(&self) -> Vec<HostSpace> {
+        self.spaces.lock().clone()
+    }
+
+    fn usage(&self) -> Usage {
+        Usage::default()
+    }
 }

@@ -61,7 +61,7 @@ mod events;
 pub use events::{Change, ChunkEvent, DRAM, EventSink, Events};
 
 mod host;
-pub use host::{ChunkRun, Host, HostChunk, HostLease, HostSpace, Received};
+pub use host::{ChunkRun, Host, HostChunk, HostLease, HostSpace, NoEngine, Received};
 
 mod item;
 pub use item::{

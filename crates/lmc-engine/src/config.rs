@@ -5,11 +5,12 @@ use std::time::Duration;
 
 use lmc_backend::TooManyClears;
 use lmc_backend_local::{LocalConfigError, Origin, PolicyKind};
-use lmc_memory::PoolError;
+use lmc_memory::{Arena, PoolError};
 use thiserror::Error;
 use tokio::runtime::Handle;
 
 use crate::engine::host::EngineHost;
+use crate::policy::LowerTier;
 
 /// Settings of a [`CacheEngine`](crate::CacheEngine).
 #[derive(Debug, Clone)]
@@ -40,12 +41,6 @@ pub struct EngineConfig {
     /// Time that an engine takes to recompute one chunk. Chunks are read from lower tiers only if the
     /// estimated read time is shorter. Default: none; chunks are always read.
     pub recompute_time: Option<Duration>,
-    /// Runtime for reads from and writes to lower tiers; it needs a timer. Default: none; an engine with
-    /// lower tiers starts a runtime of its own with two threads named `lmc-engine`.
-    pub runtime: Option<Handle>,
-    /// The host, through which tiers reach the engine, with the log of clears. Tiers that need a host were
-    /// given the same one. Default: none; the engine makes its own host, whose log has no state file.
-    pub host: Option<EngineHost>,
 }
 
 impl Default for EngineConfig {
@@ -61,9 +56,41 @@ impl Default for EngineConfig {
             promotion_timeout: Duration::from_secs(10),
             pending_timeout: Duration::from_millis(500),
             recompute_time: None,
-            runtime: None,
-            host: None,
         }
+    }
+}
+
+/// What an engine is built from, beside its settings.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct EngineContext {
+    /// Memory of the DRAM tier.
+    pub arena: Arc<Arena>,
+    /// Lower tiers, the fastest first. Default: none.
+    pub tiers: Vec<LowerTier>,
+    /// The host, through which tiers reach the engine, with the log of clears. Tiers that need a host were
+    /// given the same one. Default: a new host, whose log has no state file.
+    pub host: EngineHost,
+    /// Runtime for reads from and writes to lower tiers; it needs a timer. Default: none; an engine with
+    /// lower tiers starts a runtime of its own with two threads named `lmc-engine`.
+    pub runtime: Option<Handle>,
+}
+
+impl EngineContext {
+    /// Returns the context of an engine whose DRAM tier uses this arena.
+    pub fn new(arena: Arc<Arena>) -> Self {
+        Self {
+            arena,
+            tiers: Vec::new(),
+            host: EngineHost::default(),
+            runtime: None,
+        }
+    }
+
+    /// Sets the lower tiers, the fastest first.
+    pub fn with_tiers(mut self, tiers: impl IntoIterator<Item = impl Into<LowerTier>>) -> Self {
+        self.tiers = tiers.into_iter().map(Into::into).collect();
+        self
     }
 }
 
@@ -87,7 +114,7 @@ pub enum EngineError {
     #[error(transparent)]
     Clears(#[from] TooManyClears),
     /// The host belongs to another engine.
-    #[error("the host in the engine's settings belongs to another engine: make one for each")]
+    #[error("the host belongs to another engine: make one for each")]
     Host,
     /// A thread cannot be started.
     #[error("cannot start a thread: {0}")]

@@ -16,8 +16,7 @@ use std::time::Duration;
 
 use lmc_backend::{ChunkRun, DRAM, Host, now};
 use lmc_backend_local::{
-    Clear, Inserted, Leases, LocalConfig, LocalSink, LocalTier, MarkId, Origin, OwnerId, TenantId,
-    WriteStart,
+    Clear, Inserted, Leases, LocalConfig, LocalTier, MarkId, Origin, OwnerId, TenantId, WriteStart,
 };
 use lmc_key::{ChunkHash, ChunkKey, ClearsId, LayoutFingerprint, SpaceId};
 use lmc_memory::{Arena, Pool, PoolConfig, SealedSlot, SharedName};
@@ -25,13 +24,13 @@ use parking_lot::{Condvar, Mutex};
 use tokio::task::AbortHandle;
 
 use crate::clears::{ClearError, ClearLog};
-use crate::config::{EngineConfig, EngineError};
+use crate::config::{EngineConfig, EngineContext, EngineError};
 use crate::demand::{Demand, DemandCurve};
 use crate::engine::host::EngineHost;
 use crate::events::{Lives, Relay};
 use crate::ghosts::Ghosts;
 use crate::lower::{LowerStatus, LowerTiers, Offer, OfferReason, Tiers};
-use crate::policy::{LowerTier, WritePolicy};
+use crate::policy::WritePolicy;
 use crate::pushed::PushedChunks;
 use crate::request::Rank;
 use crate::status::{EngineStats, EngineTimes, EngineUsage, TenantStatus, TierHealth};
@@ -255,27 +254,19 @@ impl WeakEngine {
     }
 }
 
-impl CacheEngine {
-    /// Makes an engine whose DRAM tier uses this arena.
+impl EngineConfig {
+    /// Starts an engine.
     ///
     /// # Errors
     /// [`EngineError`] names the setting that is invalid.
-    pub fn new(config: EngineConfig, arena: Arc<Arena>) -> Result<Self, EngineError> {
-        Self::with_tiers(config, arena, Vec::<LowerTier>::new())
-    }
-
-    /// Makes an engine whose DRAM tier uses this arena, with lower tiers, the fastest first.
-    ///
-    /// # Errors
-    /// [`EngineError`] names the setting that is invalid.
-    pub fn with_tiers(
-        config: EngineConfig,
-        arena: Arc<Arena>,
-        lower: impl IntoIterator<Item = impl Into<LowerTier>>,
-    ) -> Result<Self, EngineError> {
-        let lower: Vec<LowerTier> = lower.into_iter().map(Into::into).collect();
-        let pool = Pool::new(arena, PoolConfig::default().with_align(config.align))?;
-        let host = config.host.clone().unwrap_or_default();
+    pub fn start(self, context: EngineContext) -> Result<CacheEngine, EngineError> {
+        let EngineContext {
+            arena,
+            tiers: lower,
+            host,
+            runtime,
+        } = context;
+        let pool = Pool::new(arena, PoolConfig::default().with_align(self.align))?;
         if host.is_taken() {
             return Err(EngineError::Host);
         }
@@ -294,14 +285,13 @@ impl CacheEngine {
             Arc::clone(&lives),
         );
         let relay = Arc::new(relay);
-        let mut local = LocalConfig::new(pool)
-            .with_policy(config.policy)
-            .with_watermarks(config.high_watermark, config.low_watermark)
-            .with_events(Arc::clone(&relay) as Arc<dyn LocalSink>);
-        if let Some(shards) = config.shards {
+        let mut local = LocalConfig::default()
+            .with_policy(self.policy)
+            .with_watermarks(self.high_watermark, self.low_watermark);
+        if let Some(shards) = self.shards {
             local = local.with_shards(shards);
         }
-        let tier = local.build()?;
+        let tier = local.build(pool, Some(Arc::clone(&relay) as _))?;
         let lower = match lower.is_empty() {
             true => None,
             false => Some(LowerTiers::start(
@@ -309,7 +299,8 @@ impl CacheEngine {
                 lower,
                 clears.clone(),
                 Arc::clone(&pushed),
-                &config,
+                runtime,
+                &self,
             )?),
         };
         if let Some(lower) = lower.as_ref().filter(is_written_back) {
@@ -347,10 +338,12 @@ impl CacheEngine {
         });
         thread::Builder::new()
             .name("lmc-evict".to_owned())
-            .spawn(move || maintain(&weak, &stop, config.maintain_every))?;
-        Ok(Self(inner))
+            .spawn(move || maintain(&weak, &stop, self.maintain_every))?;
+        Ok(CacheEngine(inner))
     }
+}
 
+impl CacheEngine {
     /// Leases the leading chunks that are in DRAM, and offers them to lower tiers that store chunks on reuse.
     pub(crate) fn lease_and_offer(&self, owner: OwnerId, keys: &[ChunkKey]) -> Leases {
         let lower = self.lower();

@@ -11,12 +11,12 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use lmc_engine::{CacheEngine, EngineConfig, LookupRequest, OwnerId, Rank, StoreRequest, StoreStart};
+//! use lmc_engine::{EngineConfig, EngineContext, LookupRequest, OwnerId, Rank, StoreRequest, StoreStart};
 //! use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 //! use lmc_memory::ArenaConfig;
 //!
 //! let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build()?);
-//! let engine = CacheEngine::new(EngineConfig::default(), arena)?;
+//! let engine = EngineConfig::default().start(EngineContext::new(arena))?;
 //! let (space, hash) = (SpaceId::new([1; 16]), ChunkHash::new([2; 32]));
 //! let key = ChunkKey { space, kv_rank: 0, group: 0, hash };
 //!
@@ -40,7 +40,7 @@ pub use clears::{ClearError, ClearLog, StateFileError};
 
 mod config;
 mod demand;
-pub use config::{EngineConfig, EngineError};
+pub use config::{EngineConfig, EngineContext, EngineError};
 
 mod engine;
 pub use demand::DemandCurve;

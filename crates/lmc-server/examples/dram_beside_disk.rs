@@ -13,8 +13,8 @@ use anyhow::{Context, Result, ensure};
 use lmc_backend::conformance::test_key;
 use lmc_backend_disk::DiskConfig;
 use lmc_engine::{
-    CacheEngine, EngineConfig, LookupRequest, LowerTier, OwnerId, Rank, StoreRequest, StoreStart,
-    TenantId, TierPolicy,
+    CacheEngine, EngineConfig, EngineContext, LookupRequest, LowerTier, OwnerId, Rank,
+    StoreRequest, StoreStart, TenantId, TierPolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Demand, Prefault};
@@ -113,8 +113,10 @@ fn main() -> Result<()> {
         .with_arena(Arc::clone(&arena));
     let mut policy = TierPolicy::default();
     policy.write_queue_bytes = Some(LEN * CHUNK);
-    let disk = LowerTier::new(Arc::new(disk.open()?), policy);
-    let engine = CacheEngine::with_tiers(EngineConfig::default(), arena, [disk])?;
+    let mut context = EngineContext::new(arena);
+    let disk = disk.open(&context.host)?;
+    context.tiers.push(LowerTier::new(Arc::new(disk), policy));
+    let engine = EngineConfig::default().start(context)?;
     let hot = prompt(0, HOT);
     hot.chunks(LEN as usize)
         .try_for_each(|part| store(&engine, part))?;

@@ -10,10 +10,10 @@ use anyhow::{Context, Result, anyhow, bail};
 use lmc_backend::Backend;
 use lmc_backend_p2p::P2pBackend;
 use lmc_backend_remote::RemoteTier;
-use lmc_engine::{CacheEngine, EngineConfig, EngineHost, LowerTier, TierPolicy};
+use lmc_engine::{EngineConfig, EngineContext, EngineHost, LowerTier, TierPolicy};
 use lmc_key::ChunkHasher;
 use lmc_memory::Arena;
-use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig, ZmqServer};
+use lmc_vllm_adapter::{Service, ServiceConfig, ZmqConfig};
 use tokio::net::TcpListener;
 use tokio::sync::{Notify, watch};
 use tracing::{error, info, warn};
@@ -154,17 +154,15 @@ async fn serve(
         stop_timeout: config.shutdown_timeout,
         ..ZmqConfig::default()
     };
-    let server = ZmqServer::bind(zmq, service.clone())
-        .await
-        .map_err(|error| {
-            let why = match error.address.starts_with("ipc://") {
-                true => "the socket of --ipc-path cannot be opened: choose another path, or stop \
+    let server = zmq.bind(service.clone()).await.map_err(|error| {
+        let why = match error.address.starts_with("ipc://") {
+            true => "the socket of --ipc-path cannot be opened: choose another path, or stop \
                          the server that listens there"
-                    .to_owned(),
-                false => occupied(&error.source, config.port, "--port"),
-            };
-            anyhow!(error).context(why)
-        })?;
+                .to_owned(),
+            false => occupied(&error.source, config.port, "--port"),
+        };
+        anyhow!(error).context(why)
+    })?;
     let address = server.local_addr();
     let http_address = http_socket
         .local_addr()
@@ -589,8 +587,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     // First the state file, then the drives, which may know more clears. Only then may tiers serve
     // chunks or ask other servers.
     let clears = state::open_clears(config)?;
-    let host = EngineHost::new(clears.clone());
-    engine.host = Some(host.clone());
+    let host = EngineHost::new(clears);
     let on_disk = LateFilter::default();
     let mut drives = None;
     if let Some(settings) = config.disk() {
@@ -604,8 +601,8 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
         host.learn_of(&*disk)?;
         drives = Some(LowerTier::new(disk, policy));
     }
-    let peers = peers::open(config, arena, host)?;
-    let remotes = remote::open(config, &clears)?;
+    let peers = peers::open(config, arena, host.clone())?;
+    let remotes = remote::open(config, &host)?;
     let mut of_stores = remotes.iter().map(remote::Remote::lower_tier);
     let lower = config.tiers.iter().filter_map(|tier| match tier {
         TierSettings::Disk(_) => drives.take(),
@@ -619,8 +616,8 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     });
     let lower: Vec<LowerTier> = lower.collect();
     let stores = remotes.iter().map(remote::Remote::tier).collect();
-    let engine = CacheEngine::with_tiers(engine, Arc::clone(arena), lower)?;
-    let service = Service::new(service_config(config)?, engine)?;
+    let engine = engine.start(EngineContext::new(Arc::clone(arena)).with_tiers(lower))?;
+    let service = service_config(config)?.start(engine)?;
     on_disk.decide(service.lasting_spaces());
     let digests = SaltDigests::new(remote::keys(config, config.remotes().next())?)?;
     for (store, remote) in config.remotes().zip(remotes) {

@@ -33,15 +33,13 @@ pub(crate) fn open(
         tier = tier.with_new_drives();
     }
     let tier = tier
-        .with_clears(host.clears())
-        .with_events(host.events().clone())
         .with_keep_free(disk.keep_free)
         .with_io(disk.io)
         .with_depth(disk.depth)
         .with_max_writing(max_writing(arena.len() as u64))
         .with_arena(Arc::clone(arena))
         .with_key_settings(&key_settings(config))
-        .open()
+        .open(host)
         // Its text names the cause already.
         .map_err(|error| anyhow!("the disk tier cannot be opened: {error}"))?;
     for (path, how) in disk.folders.iter().zip(tier.describe()) {

@@ -100,7 +100,8 @@ pub(crate) fn open(
             "lookups slow down with more than {MANY_PEERS} peers, because all peers are asked for each prompt that this server does not have; name fewer peers in --p2p-peer, or use --p2p-directory"
         );
     }
-    let tier = P2pBackend::start(tier, Arc::new(host), Handle::current())
+    let tier = tier
+        .start(Arc::new(host), Handle::current())
         .map_err(|error| anyhow!("--p2p-listen {listen}: {error}"))?;
     info!("peers: listening on {}", tier.address());
     Ok(Some(Arc::new(tier)))

@@ -7,10 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow};
 use lmc_backend::Backend;
-use lmc_backend_remote::format::SpaceRecord;
-use lmc_backend_remote::{RemoteConfig, RemoteTier, StoreOptions, open_store};
-use lmc_engine::{ClearLog, LowerTier, TenantId, TierPolicy};
-use lmc_key::KeySpace;
+use lmc_backend_remote::{RemoteConfig, RemoteTier, SaltDigest, StoreOptions, open_store};
+use lmc_engine::{EngineHost, LowerTier, TenantId, TierPolicy};
 use lmc_transfer::Keys;
 use lmc_vllm_adapter::Service;
 use tokio::runtime::Handle;
@@ -22,13 +20,11 @@ use crate::late_filter::LateFilter;
 /// Time that the stores have to answer before the server starts without them.
 const START: Duration = Duration::from_millis(500);
 
-/// The tier of a store, with its policy, the spaces whose chunks it takes, and the key for digests of
-/// salts.
+/// The tier of a store, with its policy, and the spaces whose chunks it takes.
 pub(crate) struct Remote {
     tier: Arc<RemoteTier>,
     policy: TierPolicy,
     spaces: LateFilter,
-    keys: Option<Keys>,
 }
 
 impl Remote {
@@ -46,8 +42,8 @@ impl Remote {
     }
 
     /// Serves this service from now on. Takes the whole chunks that can be found again later, only
-    /// those of `tenants` if given, and describes the spaces of its engines in the store. Tails are
-    /// not stored: each of their blocks would be a separate object.
+    /// those of `tenants` if given. Tails are not stored: each of their blocks would be a separate
+    /// object.
     pub(crate) fn serve(self, service: &Service, tenants: Option<HashSet<TenantId>>) {
         let (lasting, whole) = (service.lasting_spaces(), service.whole_chunk_spaces());
         let picked = move |space| lasting(space) && whole(space);
@@ -62,16 +58,6 @@ impl Remote {
                 });
             }
         }
-        let (service, keys) = (service.downgrade(), self.keys);
-        let describe = move |space: &KeySpace| {
-            let digest = |keys: &Keys| keys.digest(space.salt.as_str().as_bytes());
-            SpaceRecord::new(space, keys.as_ref().map(digest))
-        };
-        self.tier.describe_spaces(move |name, _| {
-            let service = service.upgrade()?;
-            let fields = service.describe_space(service.engine().space_of(name))?;
-            Some(describe(&fields))
-        });
     }
 }
 
@@ -88,9 +74,9 @@ pub(crate) fn keys(config: &ServeConfig, store: Option<&RemoteSettings>) -> Resu
 
 /// Starts the tiers of the configured stores, in their order. Blocks for at most [`START`]. A server
 /// starts without a store that does not answer; it is reached in the background.
-pub(crate) fn open(config: &ServeConfig, clears: &ClearLog) -> Result<Vec<Remote>> {
+pub(crate) fn open(config: &ServeConfig, host: &EngineHost) -> Result<Vec<Remote>> {
     let stores = config.remotes().enumerate();
-    let open = |(number, store)| open_one(store, number, keys(config, Some(store))?, clears);
+    let open = |(number, store)| open_one(store, number, keys(config, Some(store))?, host);
     let remotes: Vec<Remote> = stores.map(open).collect::<Result<_>>()?;
     // Most stores answer at once. The engine then knows from the start what was cleared.
     let starting = Instant::now() + START;
@@ -104,7 +90,7 @@ fn open_one(
     config: &RemoteSettings,
     number: usize,
     keys: Option<Keys>,
-    clears: &ClearLog,
+    host: &EngineHost,
 ) -> Result<Remote> {
     let url = config.url.as_ref().context("a store has a URL")?;
     let mut options = StoreOptions::default();
@@ -116,7 +102,9 @@ fn open_one(
     let name = tier.name.clone();
     tier.absent_ttl = config.negative_ttl;
     tier.timeout = config.timeout;
-    let tier = RemoteTier::start(tier, store.store(), clears.clears(), Handle::current());
+    let digest = |keys: Keys| SaltDigest::new(move |salt| keys.digest(salt.as_bytes()));
+    tier.salt_digest = keys.map(digest);
+    let tier = tier.start(store.store(), Arc::new(host.clone()), Handle::current());
     let spaces = LateFilter::default();
     let mut policy = TierPolicy::of_store(config.timeout);
     policy.write = config.write;
@@ -129,6 +117,5 @@ fn open_one(
         tier: Arc::new(tier),
         policy,
         spaces,
-        keys,
     })
 }

@@ -15,7 +15,7 @@
 //! use std::sync::Arc;
 //! use std::time::Duration;
 //!
-//! use lmc_engine::{CacheEngine, EngineConfig};
+//! use lmc_engine::{CacheEngine, EngineConfig, EngineContext};
 //! use lmc_key::{ChunkHasher, HashAlgorithm};
 //! use lmc_memory::ArenaConfig;
 //! use lmc_vllm_adapter::{Client, Reply, Request, Service, ServiceConfig, ZmqConfig, ZmqServer};
@@ -23,10 +23,10 @@
 //! # let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
 //! # runtime.block_on(async {
 //! let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build()?);
-//! let engine = CacheEngine::new(EngineConfig::default(), arena)?;
+//! let engine = EngineConfig::default().start(EngineContext::new(arena))?;
 //! let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 256)?;
-//! let service = Service::new(ServiceConfig::new(hasher), engine)?;
-//! let server = ZmqServer::bind(ZmqConfig { port: 0, ..ZmqConfig::default() }, service).await?;
+//! let service = ServiceConfig::new(hasher).start(engine)?;
+//! let server = ZmqConfig { port: 0, ..ZmqConfig::default() }.bind(service).await?;
 //! let address = server.local_addr();
 //! let (stop, stopped) = tokio::sync::watch::channel(false);
 //! let serving = tokio::spawn(server.run(stopped));

@@ -33,10 +33,10 @@ pub use lmc_transfer as transfer;
 
 #[doc(no_inline)]
 pub use lmc_engine::{
-    CacheEngine, CloseReport, EngineConfig, Found, InUse, Lookup, OwnerId, TenantId,
+    CacheEngine, CloseReport, EngineConfig, EngineContext, Found, InUse, Lookup, OwnerId, TenantId,
 };
 
-use backend::{Backend, Host};
+use backend::Backend;
 use disk::{DiskConfig, DiskError};
 use engine::{
     EngineError, EngineHost, HostSpace, LookupRequest, LowerTier, Rank, SpaceBook, StoreRequest,
@@ -116,6 +116,7 @@ pub struct CacheBuilder {
     shared: shared::Settings,
     tiers: Vec<LowerTier>,
     engine: EngineConfig,
+    host: Option<EngineHost>,
 }
 
 impl CacheBuilder {
@@ -135,6 +136,7 @@ impl CacheBuilder {
             shared: shared::Settings::default(),
             tiers: Vec::new(),
             engine: EngineConfig::default(),
+            host: None,
         }
     }
 
@@ -212,11 +214,18 @@ impl CacheBuilder {
         self
     }
 
+    /// Sets the engine's host, for tiers that were given it. Default: a host of the cache's own.
+    #[must_use]
+    pub fn host(mut self, host: EngineHost) -> Self {
+        self.host = Some(host);
+        self
+    }
+
     /// Makes the cache.
     ///
     /// # Errors
     /// [`BuildError`] names the invalid setting.
-    pub fn build(mut self) -> Result<PromptCache, BuildError> {
+    pub fn build(self) -> Result<PromptCache, BuildError> {
         let hasher = ChunkHasher::new(HashAlgorithm::Blake3, self.chunk_size)?;
         let space = KeySpace {
             algorithm: hasher.algorithm(),
@@ -233,36 +242,32 @@ impl CacheBuilder {
             tags: None,
         };
         let arena = Arc::new(ArenaConfig::anonymous(self.dram).build()?);
-        let host = match &self.engine.host {
+        let mut context = EngineContext::new(arena);
+        match self.host {
             Some(host) if host.is_taken() => return Err(EngineError::Host.into()),
-            Some(host) => host.clone(),
-            None => {
-                let host = self.engine.host.insert(EngineHost::default());
-                host.set_book(Arc::new(OneSpace(space.clone())));
-                host.clone()
-            }
-        };
+            Some(host) => context.host = host,
+            None => context.host.set_book(Arc::new(OneSpace(space.clone()))),
+        }
         let mut tiers: Vec<LowerTier> = Vec::new();
         if let Some((folder, bytes)) = &self.disk {
             let config = DiskConfig::new([folder], *bytes)
                 .with_new_drives()
-                .with_events(host.events().clone())
-                .with_arena(Arc::clone(&arena));
-            let disk: Arc<dyn Backend> = Arc::new(config.open()?);
+                .with_arena(Arc::clone(&context.arena));
+            let disk: Arc<dyn Backend> = Arc::new(config.open(&context.host)?);
             tiers.push(disk.into());
         }
         // Runs before other processes hear of this one.
         for tier in tiers.iter().chain(&self.tiers) {
-            let learned = host.learn_of(&**tier.backend());
+            let learned = context.host.learn_of(&**tier.backend());
             learned.map_err(EngineError::from)?;
         }
         #[cfg(feature = "shared")]
-        let shared = (self.shared).open(&mut self.engine, &arena, &space, self.chunk_bytes)?;
+        let shared = (self.shared).open(&mut context, &space, self.chunk_bytes)?;
         #[cfg(feature = "shared")]
         tiers.extend(shared.tiers());
         tiers.extend(self.tiers);
         Ok(PromptCache {
-            engine: CacheEngine::with_tiers(self.engine, arena, tiers)?,
+            engine: self.engine.start(context.with_tiers(tiers))?,
             #[cfg(feature = "shared")]
             shared,
             hasher,

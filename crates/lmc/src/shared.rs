@@ -6,9 +6,8 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::{Backend, Host};
 use lmc_backend_p2p::{NodeConfig, P2pBackend, P2pConfig, new_peer_id};
-use lmc_backend_remote::format::SpaceRecord;
 use lmc_backend_remote::{RemoteConfig, RemoteTier, StoreOptions, open_store};
-use lmc_engine::{EngineConfig, LowerTier, TierPolicy};
+use lmc_engine::{EngineContext, LowerTier, TierPolicy};
 use lmc_key::KeySpace;
 use lmc_memory::Arena;
 use lmc_transfer::{Address, ChannelConfig, Keys, SocketConfig, SocketError};
@@ -94,8 +93,7 @@ impl Settings {
     /// Opens the tiers, on the engine's runtime.
     pub(crate) fn open(
         self,
-        engine: &mut EngineConfig,
-        arena: &Arc<Arena>,
+        context: &mut EngineContext,
         space: &KeySpace,
         chunk_bytes: u64,
     ) -> Result<SharedTiers, BuildError> {
@@ -103,7 +101,7 @@ impl Settings {
         if self.peers.is_none() && self.stores.is_empty() {
             return Ok(shared);
         }
-        let runtime = match &engine.runtime {
+        let runtime = match &context.runtime {
             Some(runtime) => runtime.clone(),
             None => {
                 let builder = &mut Builder::new_multi_thread();
@@ -115,8 +113,8 @@ impl Settings {
                 handle
             }
         };
-        engine.runtime = Some(runtime.clone());
-        let host = engine.host.get_or_insert_default();
+        context.runtime = Some(runtime.clone());
+        let (arena, host) = (&context.arena, &context.host);
         if let Some(peers) = self.peers {
             let mut node = NodeConfig::new("lmc", "", arena.len() as u64);
             node.chunk_size = space.chunk_size;
@@ -127,8 +125,7 @@ impl Settings {
         for (number, url) in self.stores.iter().enumerate() {
             let store = open_store(url, StoreOptions::default())?.store();
             let config = RemoteConfig::nth(number);
-            let tier = RemoteTier::start(config, store, host.clears(), runtime.clone());
-            describe(&tier, space);
+            let tier = config.start(store, Arc::new(host.clone()), runtime.clone());
             shared.stores.push(Arc::new(tier));
         }
         shared.await_stores(&runtime);
@@ -156,15 +153,6 @@ impl Peers {
         }
         let mut config = P2pConfig::new(node, SocketConfig::new(channel, listen));
         config.peers = self.peers;
-        Ok(P2pBackend::start(config, host, runtime)?)
+        Ok(config.start(host, runtime)?)
     }
-}
-
-/// Describes the space to a store, for `lmc remote`.
-fn describe(tier: &RemoteTier, space: &KeySpace) {
-    let space = space.clone();
-    tier.describe_spaces(move |name, clears| {
-        let is_it = name == space.id().after(clears);
-        is_it.then(|| SpaceRecord::new(&space, None))
-    });
 }

@@ -93,7 +93,7 @@ fn a_setting_that_is_not_possible_is_named() {
 mod shared {
     use lmc::engine::{EngineError, EngineHost, LookupRequest, Rank};
     use lmc::transfer::{Key, Keys};
-    use lmc::{BuildError, EngineConfig, OwnerId};
+    use lmc::{BuildError, OwnerId};
     use lmc_testkit::until;
 
     use super::*;
@@ -200,11 +200,10 @@ mod shared {
             .expect("a first clear");
         drop(cleared);
         let tokens: Vec<u32> = (0..96).collect();
-        let mut engine = EngineConfig::default();
-        engine.host = Some(EngineHost::default());
-        let first = alone().engine(engine.clone()).build().expect("memory");
+        let host = EngineHost::default();
+        let first = alone().host(host.clone()).build().expect("memory");
         assert_eq!(store(&first, &tokens), 6);
-        let second = builder("b", &folder).engine(engine).build();
+        let second = builder("b", &folder).host(host).build();
         assert!(matches!(second, Err(BuildError::Engine(EngineError::Host))));
         assert_eq!(hits(&first, &tokens), 6);
     }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use lmc_backend::conformance::{
     block_on, check_value, fill_value, lens_of, load_batch, store_batch, test_key,
 };
-use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored, WriteBackend};
+use lmc_backend::{Backend, LoadItem, Loaded, NoEngine, StoreItem, Stored, WriteBackend};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
 use lmc_memory::Pool;
 use lmc_testkit::{Folder, pool, soon, test_arguments};
@@ -56,7 +56,9 @@ fn is_there(tier: &DiskBackend, pool: &Pool, number: u64) -> bool {
 }
 
 fn is_refused(folder: &Folder) {
-    let refused = config(folder).open().expect_err("it is not ours");
+    let refused = config(folder)
+        .open(&NoEngine::default())
+        .expect_err("it is not ours");
     assert!(matches!(refused, DiskError::NotOurs { .. }), "{refused}");
 }
 
@@ -86,10 +88,12 @@ fn a_lock_that_is_a_link_is_not_followed() {
     symlink(&target, folder.join("lock")).unwrap();
     is_refused(&folder);
     fs::remove_file(folder.join("lock")).unwrap();
-    drop(config(&folder).open().unwrap());
+    drop(config(&folder).open(&NoEngine::default()).unwrap());
     fs::remove_file(folder.join("lock")).unwrap();
     symlink(&target, folder.join("lock")).unwrap();
-    config(&folder).open().expect_err("a link is no lock");
+    config(&folder)
+        .open(&NoEngine::default())
+        .expect_err("a link is no lock");
     assert_eq!(fs::read_to_string(&target).unwrap(), WORDS);
 }
 
@@ -99,19 +103,25 @@ fn what_the_making_of_a_drive_leaves_is_no_obstacle() {
     fs::create_dir(folder.join("lost+found")).unwrap();
     fs::write(folder.join("lock"), "pid 1").unwrap();
     fs::write(folder.join("drive.unfinished"), "half of it").unwrap();
-    let tier = config(&folder).open().unwrap();
+    let tier = config(&folder).open(&NoEngine::default()).unwrap();
     store(&tier, &pool, 1);
     let owner = format!("pid {}", std::process::id());
     assert_eq!(fs::read_to_string(folder.join("lock")).unwrap(), owner);
     drop(tier);
-    assert!(is_there(&config(&folder).open().unwrap(), &pool, 1));
+    assert!(is_there(
+        &config(&folder).open(&NoEngine::default()).unwrap(),
+        &pool,
+        1
+    ));
 }
 
 #[test]
 fn a_size_of_segment_that_cannot_be_is_an_error() {
     for bytes in [1 << 44, u64::MAX] {
         let folder = new_folder();
-        let refused = config(&folder).with_segment_bytes(bytes).open();
+        let refused = config(&folder)
+            .with_segment_bytes(bytes)
+            .open(&NoEngine::default());
         let refused = refused.expect_err("no segment is as large");
         assert!(refused.to_string().contains("segment size"), "{refused}");
         assert!(!names(&folder).contains(&"drive".to_owned()));
@@ -121,9 +131,9 @@ fn a_size_of_segment_that_cannot_be_is_an_error() {
 #[test]
 fn a_segment_that_was_half_made_gets_its_blocks() {
     let (folder, pool) = (new_folder(), pool(MIB));
-    drop(config(&folder).open().unwrap());
+    drop(config(&folder).open(&NoEngine::default()).unwrap());
     fs::write(folder.join("segment-00000000"), []).unwrap();
-    let tier = config(&folder).open().unwrap();
+    let tier = config(&folder).open(&NoEngine::default()).unwrap();
     let segment = fs::metadata(folder.join("segment-00000000")).unwrap();
     assert_eq!((segment.len(), segment.blocks() * 512), (MIB, MIB));
     store(&tier, &pool, 1);
@@ -133,9 +143,13 @@ fn a_segment_that_was_half_made_gets_its_blocks() {
 #[test]
 fn a_stray_file_with_the_name_of_a_segment_is_left_alone() {
     let (folder, pool) = (new_folder(), pool(MIB));
-    store(&config(&folder).open().unwrap(), &pool, 1);
+    store(
+        &config(&folder).open(&NoEngine::default()).unwrap(),
+        &pool,
+        1,
+    );
     fs::write(folder.join("segment-ffffffff"), WORDS).unwrap();
-    let tier = config(&folder).open().unwrap();
+    let tier = config(&folder).open(&NoEngine::default()).unwrap();
     assert!(is_there(&tier, &pool, 1));
     assert_eq!(tier.inspect()[0].segments.len(), 1);
     let stray = fs::read_to_string(folder.join("segment-ffffffff")).unwrap();
@@ -145,18 +159,24 @@ fn a_stray_file_with_the_name_of_a_segment_is_left_alone() {
 #[test]
 fn a_drive_on_a_file_system_that_others_filled_opens_with_what_it_holds() {
     let (folder, pool) = (new_folder(), pool(MIB));
-    store(&config(&folder).open().unwrap(), &pool, 1);
+    store(
+        &config(&folder).open(&NoEngine::default()).unwrap(),
+        &pool,
+        1,
+    );
     // As if that much was missing.
     let full = config(&folder).with_keep_free(1 << 60);
-    let tier = full.open().unwrap();
+    let tier = full.open(&NoEngine::default()).unwrap();
     assert!(is_there(&tier, &pool, 1));
     store(&tier, &pool, 2);
     let capacity = tier.held().capacity.unwrap();
     assert!(capacity < 32 * MIB, "{capacity}");
     drop(tier);
-    let tier = config(&folder).open().unwrap();
+    let tier = config(&folder).open(&NoEngine::default()).unwrap();
     assert!(is_there(&tier, &pool, 1) && is_there(&tier, &pool, 2));
-    let refused = config(&new_folder()).with_keep_free(1 << 60).open();
+    let refused = config(&new_folder())
+        .with_keep_free(1 << 60)
+        .open(&NoEngine::default());
     assert!(matches!(refused, Err(DiskError::Space { .. })));
 }
 
@@ -164,7 +184,7 @@ fn a_drive_on_a_file_system_that_others_filled_opens_with_what_it_holds() {
 fn a_drive_of_more_files_than_may_be_open_says_so_and_loses_nothing() {
     let (folder, pool) = (new_folder(), pool(MIB));
     let config = config(&folder).with_segment_bytes(16 << 10);
-    let tier = config.open().unwrap();
+    let tier = config.open(&NoEngine::default()).unwrap();
     (0..200).for_each(|number| store(&tier, &pool, number));
     drop(tier);
     let opened = Command::new("sh")
@@ -177,7 +197,7 @@ fn a_drive_of_more_files_than_may_be_open_says_so_and_loses_nothing() {
     let text = String::from_utf8_lossy(&opened.stdout);
     assert!(opened.status.success(), "{text}");
     assert!(text.contains("1 passed"), "{text}");
-    let tier = config.open().unwrap();
+    let tier = config.open(&NoEngine::default()).unwrap();
     assert!((0..200).all(|number| is_there(&tier, &pool, number)));
 }
 
@@ -188,7 +208,7 @@ fn a_drive_where_few_files_may_be_open() {
     let refused = DiskConfig::new([folder], 64 * MIB)
         .with_keep_free(0)
         .with_new_drives()
-        .open();
+        .open(&NoEngine::default());
     let refused = refused.expect_err("it has a hundred segments");
     assert!(
         matches!(refused, DiskError::OpenFiles { .. }),
@@ -220,7 +240,7 @@ fn compacting_files_with_holes_gives_no_chunk_up() {
     let pool = pool(MIB);
     let tier = config(&folder)
         .with_segment_bytes(256 << 10)
-        .open()
+        .open(&NoEngine::default())
         .unwrap();
     // All bytes zero, as an unused layer is.
     let blank = |number: u64| {
@@ -247,7 +267,10 @@ fn compacting_files_with_holes_gives_no_chunk_up() {
             fs::rename(folder.join("copy"), folder.join(&name)).unwrap();
         }
     }
-    let tier = DiskConfig::existing([&*folder]).unwrap().open().unwrap();
+    let tier = DiskConfig::existing([&*folder])
+        .unwrap()
+        .open(&NoEngine::default())
+        .unwrap();
     let known = || {
         let keys: Vec<_> = (0..240).map(test_key).collect();
         let found = lens_of(&tier, &keys, soon());
@@ -273,12 +296,18 @@ fn a_size_below_two_segments_of_a_folder_is_refused() {
             .with_new_drives()
             .with_segment_bytes(16 * MIB)
     };
-    store(&config(64 * MIB).open().unwrap(), &pool, 0);
-    let refused = config(8 * MIB).open().expect_err("a segment takes more");
+    store(
+        &config(64 * MIB).open(&NoEngine::default()).unwrap(),
+        &pool,
+        0,
+    );
+    let refused = config(8 * MIB)
+        .open(&NoEngine::default())
+        .expect_err("a segment takes more");
     let DiskError::TooSmall { least, .. } = refused else {
         panic!("{refused}");
     };
-    let tier = config(least).open().unwrap();
+    let tier = config(least).open(&NoEngine::default()).unwrap();
     assert!(is_there(&tier, &pool, 0));
     // As many as may wait for the drive at a time.
     for first in (1..6000).step_by(100) {

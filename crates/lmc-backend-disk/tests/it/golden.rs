@@ -9,7 +9,7 @@ use std::sync::Arc;
 use lmc_backend::conformance::{
     block_on, check_value, fill_value, load_batch, store_batch, test_key,
 };
-use lmc_backend::{Backend, Clears, LoadItem, Loaded, StartId, StoreItem, WriteBackend};
+use lmc_backend::{Backend, Clears, LoadItem, Loaded, NoEngine, StartId, StoreItem, WriteBackend};
 use lmc_backend_disk::{DiskBackend, DiskConfig, FORMAT_VERSION};
 use lmc_memory::Pool;
 use lmc_testkit::{Folder, pool, soon};
@@ -56,7 +56,10 @@ fn found(tier: &DiskBackend, pool: &Pool, n: u64) -> bool {
 }
 
 fn open(folder: &Folder) -> DiskBackend {
-    DiskConfig::existing([&**folder]).unwrap().open().unwrap()
+    DiskConfig::existing([&**folder])
+        .unwrap()
+        .open(&NoEngine::default())
+        .unwrap()
 }
 
 /// A copy of the image.
@@ -97,7 +100,7 @@ fn an_image_of_another_version_is_refused_and_left_alone() {
         header[8..12].copy_from_slice(&version.to_le_bytes());
         fs::write(folder.join("drive"), header).unwrap();
         let config = DiskConfig::new([&*folder], 64 << 20).with_new_drives();
-        let refused = config.open().unwrap_err().to_string();
+        let refused = config.open(&NoEngine::default()).unwrap_err().to_string();
         let said = format!("version {version}, this lmc reads and writes version {FORMAT_VERSION}");
         assert!(refused.contains(&said), "{refused}");
         assert!(refused.contains("--disk-create"), "{refused}");
@@ -134,7 +137,10 @@ fn write_the_image() {
             .with_keep_free(0)
             .with_new_drives();
         let config = config.with_segment_bytes(32 << 10);
-        config.with_key_settings("golden").open().unwrap()
+        config
+            .with_key_settings("golden")
+            .open(&NoEngine::default())
+            .unwrap()
     };
     let tier = open();
     store(&tier, &pool, STOPPED..ALL);

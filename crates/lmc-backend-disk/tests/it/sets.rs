@@ -4,13 +4,14 @@
 
 use std::fs;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 use lmc_backend::conformance::{
     check_value, clear_all, fill_value, lens_of, load_batch, store_batch, test_key,
 };
-use lmc_backend::{Backend, Handle, Health, LoadItem, Loaded, Located, StoreItem};
+use lmc_backend::{
+    Backend, Clears, Handle, Health, LoadItem, Loaded, Located, NoEngine, StoreItem,
+};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
 use lmc_key::ChunkKey;
 use lmc_testkit::{Folder, pool, soon, until};
@@ -75,44 +76,56 @@ fn clear(tier: &DiskBackend) {
 #[test]
 fn an_old_copy_of_the_only_drive_is_cleared() {
     let folder = Drives::new();
-    let tier = folder.drives(&["a"]).with_new_drives().open().unwrap();
+    let tier = folder
+        .drives(&["a"])
+        .with_new_drives()
+        .open(&NoEngine::default())
+        .unwrap();
     store(&tier);
     drop(tier);
     folder.copy("a", "backup");
-    let tier = folder.drives(&["a"]).open().unwrap();
+    let tier = folder.drives(&["a"]).open(&NoEngine::default()).unwrap();
     assert_eq!(count(&tier), CHUNKS as usize);
     clear(&tier);
     let clears = tier.clears();
     drop(tier);
-    let known = || folder.drives(&["a"]).with_clears(Arc::clone(&clears));
+    let host = NoEngine::new(Clears::clone(&clears));
+    let known = || folder.drives(&["a"]).open(&host);
     // As it was, and as it was before it had a set.
     for record in [true, false] {
         folder.copy("backup", "a");
         if !record {
             fs::remove_file(folder.at("a").join("set")).unwrap();
         }
-        let tier = known().open().unwrap();
+        let tier = known().unwrap();
         assert_eq!(count(&tier), 0, "with a record of its set: {record}");
         assert_eq!(tier.clears(), clears);
         store(&tier);
         drop(tier);
-        assert_eq!(count(&known().open().unwrap()), CHUNKS as usize);
+        assert_eq!(count(&known().unwrap()), CHUNKS as usize);
     }
     // An old copy of what was stored after the last clear is no danger.
     folder.copy("a", "backup");
     folder.copy("backup", "a");
-    let tier = known().open().unwrap();
+    let tier = known().unwrap();
     assert_eq!(count(&tier), CHUNKS as usize);
     drop(tier);
-    assert_eq!(folder.drives(&["a"]).open().unwrap().clears(), clears);
+    assert_eq!(
+        folder
+            .drives(&["a"])
+            .open(&NoEngine::default())
+            .unwrap()
+            .clears(),
+        clears
+    );
 }
 
 #[test]
 fn a_missing_drive_is_named_until_it_is_forgotten() {
     let folder = Drives::new();
     let both = folder.drives(&["a", "b"]).with_new_drives();
-    drop(both.open().unwrap());
-    let tier = folder.drives(&["a"]).open().unwrap();
+    drop(both.open(&NoEngine::default()).unwrap());
+    let tier = folder.drives(&["a"]).open(&NoEngine::default()).unwrap();
     let [missing] = tier.missing() else {
         panic!("{:?}", tier.missing());
     };
@@ -126,12 +139,12 @@ fn a_missing_drive_is_named_until_it_is_forgotten() {
     assert!(reason.contains(path), "{reason}");
     drop(tier);
     let tools = DiskConfig::existing([folder.at("a")]).unwrap();
-    let tools = tools.open().unwrap();
+    let tools = tools.open(&NoEngine::default()).unwrap();
     assert_eq!(tools.inspect()[0].members.len(), 2);
     assert!(tools.forget_member(&id).unwrap());
     assert!(!tools.forget_member(&id).unwrap());
     drop(tools);
-    let tier = folder.drives(&["a"]).open().unwrap();
+    let tier = folder.drives(&["a"]).open(&NoEngine::default()).unwrap();
     assert!(tier.missing().is_empty());
     assert_eq!(tier.health(), Health::Ready);
 }
@@ -142,7 +155,10 @@ fn a_folder_that_is_no_drive_is_refused_and_left_empty() {
     let folder = Drives::new();
     fs::create_dir(folder.at("mnt")).unwrap();
     for name in ["mnt", "nothing", "nothing/below"] {
-        let refused = folder.drives(&[name]).open().unwrap_err();
+        let refused = folder
+            .drives(&[name])
+            .open(&NoEngine::default())
+            .unwrap_err();
         let DiskError::NoDriveYet { expected, .. } = &refused else {
             panic!("{refused}");
         };
@@ -152,25 +168,32 @@ fn a_folder_that_is_no_drive_is_refused_and_left_empty() {
     assert_eq!(fs::read_dir(folder.at("mnt")).unwrap().count(), 0);
     assert!(!folder.at("nothing").exists());
     let deep = folder.drives(&["mnt", "nothing/below"]).with_new_drives();
-    drop(deep.open().unwrap());
-    folder.drives(&["nothing/below", "mnt"]).open().unwrap();
+    drop(deep.open(&NoEngine::default()).unwrap());
+    folder
+        .drives(&["nothing/below", "mnt"])
+        .open(&NoEngine::default())
+        .unwrap();
 }
 
 #[test]
 fn what_was_in_an_empty_mount_point_is_named() {
     let folder = Drives::new();
     let both = folder.drives(&["a", "b"]);
-    let made = both.clone().with_new_drives().open().unwrap();
+    let made = both
+        .clone()
+        .with_new_drives()
+        .open(&NoEngine::default())
+        .unwrap();
     let id = made.inspect()[1].drive_id;
     drop(made);
     fs::rename(folder.at("b"), folder.at("unmounted")).unwrap();
     fs::create_dir(folder.at("b")).unwrap();
     let id: String = id.iter().map(|byte| format!("{byte:02x}")).collect();
     // The other drive knows.
-    let refused = both.open().unwrap_err();
+    let refused = both.open(&NoEngine::default()).unwrap_err();
     assert!(refused.to_string().contains(&id), "{refused}");
     // It is another drive now, and the first is missing.
-    let tier = both.with_new_drives().open().unwrap();
+    let tier = both.with_new_drives().open(&NoEngine::default()).unwrap();
     assert_eq!(tier.missing().len(), 1);
 }
 
@@ -178,22 +201,38 @@ fn what_was_in_an_empty_mount_point_is_named() {
 fn drives_of_two_sets_do_not_serve_together() {
     let folder = Drives::new();
     for name in ["a", "b"] {
-        store(&folder.drives(&[name]).with_new_drives().open().unwrap());
+        store(
+            &folder
+                .drives(&[name])
+                .with_new_drives()
+                .open(&NoEngine::default())
+                .unwrap(),
+        );
     }
-    let refused = folder.drives(&["a", "b"]).open().unwrap_err();
+    let refused = folder
+        .drives(&["a", "b"])
+        .open(&NoEngine::default())
+        .unwrap_err();
     assert!(
         matches!(refused, DiskError::DifferentSets { .. }),
         "{refused}"
     );
     assert_eq!(
-        count(&folder.drives(&["b"]).open().unwrap()),
+        count(&folder.drives(&["b"]).open(&NoEngine::default()).unwrap()),
         CHUNKS as usize
     );
     // A new drive joins, and its set is that of the other from then on.
-    let joined = folder.drives(&["a", "c"]).with_new_drives().open().unwrap();
+    let joined = folder
+        .drives(&["a", "c"])
+        .with_new_drives()
+        .open(&NoEngine::default())
+        .unwrap();
     assert_eq!(count(&joined), CHUNKS as usize);
     drop(joined);
-    let refused = folder.drives(&["c", "b"]).open().unwrap_err();
+    let refused = folder
+        .drives(&["c", "b"])
+        .open(&NoEngine::default())
+        .unwrap_err();
     assert!(
         matches!(refused, DiskError::DifferentSets { .. }),
         "{refused}"
@@ -205,10 +244,19 @@ fn chunks_of_other_settings_are_counted() {
     let folder = Drives::new();
     let open = |settings: &str| {
         let config = folder.drives(&["a", "b"]).with_new_drives();
-        config.with_key_settings(settings).open().unwrap()
+        config
+            .with_key_settings(settings)
+            .open(&NoEngine::default())
+            .unwrap()
     };
     // Of a version, or an embedder, that named none.
-    store(&folder.drives(&["a", "b"]).with_new_drives().open().unwrap());
+    store(
+        &folder
+            .drives(&["a", "b"])
+            .with_new_drives()
+            .open(&NoEngine::default())
+            .unwrap(),
+    );
     let tier = open("chunks of 256");
     assert!(tier.unreachable().is_empty());
     clear(&tier);
@@ -242,7 +290,7 @@ fn a_drive_that_is_out_is_the_fault_of_its_own_chunks_alone() {
     let folder = Drives::new();
     let tier = folder.drives(&["a", "b"]).with_new_drives();
     let tier = tier.with_probe_every(Duration::from_millis(1));
-    let tier = tier.open().unwrap();
+    let tier = tier.open(&NoEngine::default()).unwrap();
     clear(&tier);
     store(&tier);
     let faults = || {
@@ -276,7 +324,11 @@ fn a_drive_that_is_out_is_the_fault_of_its_own_chunks_alone() {
 #[test]
 fn a_chunk_is_read_from_the_drive_that_its_handle_names() {
     let folder = Drives::new();
-    let tier = folder.drives(&["a", "b"]).with_new_drives().open().unwrap();
+    let tier = folder
+        .drives(&["a", "b"])
+        .with_new_drives()
+        .open(&NoEngine::default())
+        .unwrap();
     store(&tier);
     let pool = pool(MIB);
     let keys: Vec<_> = (0..CHUNKS).map(test_key).collect();

@@ -13,7 +13,7 @@ use lmc_backend::conformance::{
     Conformance, Faults, Faulty, Guarantee, block_on, check_value, fill_value, load_batch,
     store_batch, test_key,
 };
-use lmc_backend::{Backend, Health, LoadItem, Loaded, StoreItem, Stored, WriteBackend};
+use lmc_backend::{Backend, Health, LoadItem, Loaded, NoEngine, StoreItem, Stored, WriteBackend};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError, DiskIo};
 use lmc_memory::Pool;
 use lmc_testkit::{Folder, pool, soon, test_arguments, until};
@@ -71,7 +71,10 @@ fn load(tier: &DiskBackend, pool: &Pool, numbers: impl IntoIterator<Item = u64>)
 /// Both ways to move bytes, where this machine has both.
 fn engines() -> Vec<DiskIo> {
     let folder = new_folder();
-    match config_of(&folder, 16 * MIB).with_io(DiskIo::Uring).open() {
+    match config_of(&folder, 16 * MIB)
+        .with_io(DiskIo::Uring)
+        .open(&NoEngine::default())
+    {
         Ok(_) => vec![DiskIo::Uring, DiskIo::Threads],
         Err(error) => {
             println!("skipped: io_uring cannot be used here ({error})");
@@ -93,7 +96,7 @@ fn the_contract_holds_on_a_real_folder() {
                 _ => 5 * MIB,
             };
             let config = config_of(&folder, size).with_io(io).with_segment_bytes(MIB);
-            let tier = config.open().unwrap();
+            let tier = config.open(&NoEngine::default()).unwrap();
             let tally = kit.run(&tier);
             assert!(tally.hits > 50, "{io:?}: {tally:?}");
         }
@@ -108,7 +111,10 @@ fn the_contract_holds_on_two_drives_and_with_faults_on_the_way() {
     let config = DiskConfig::new(paths, 32 * kit.bytes_needed() + 128 * MIB)
         .with_keep_free(0)
         .with_new_drives();
-    let tier = config.with_segment_bytes(MIB).open().unwrap();
+    let tier = config
+        .with_segment_bytes(MIB)
+        .open(&NoEngine::default())
+        .unwrap();
     let tally = kit.run(&tier);
     assert!(tally.hits > 100, "{tally:?}");
     for folder in &folders {
@@ -116,7 +122,11 @@ fn the_contract_holds_on_two_drives_and_with_faults_on_the_way() {
     }
     let folder = new_folder();
     let config = config_of(&folder, 64 * MIB).with_segment_bytes(MIB);
-    let faulty = Faulty::new(config.open().unwrap(), Faults::some(), 1);
+    let faulty = Faulty::new(
+        config.open(&NoEngine::default()).unwrap(),
+        Faults::some(),
+        1,
+    );
     let tally = Conformance::new(Guarantee::Lossy).run(&faulty);
     assert!(tally.hits > 20 && tally.failures > 50, "{tally:?}");
 }
@@ -126,11 +136,11 @@ fn chunks_are_there_again_after_a_stop_and_after_a_kill() {
     for io in engines() {
         let (folder, pool) = (new_folder(), pool(8 * MIB));
         let config = config_of(&folder, 64 * MIB).with_io(io);
-        let tier = config.open().unwrap();
+        let tier = config.open(&NoEngine::default()).unwrap();
         store(&tier, &pool, 0..20);
         block_on(tier.close(soon())).unwrap();
         drop(tier);
-        let tier = config.open().unwrap();
+        let tier = config.open(&NoEngine::default()).unwrap();
         assert_eq!(load(&tier, &pool, 0..20), 20, "{io:?}, after a stop");
         store(&tier, &pool, 20..40);
         assert_eq!(
@@ -141,7 +151,7 @@ fn chunks_are_there_again_after_a_stop_and_after_a_kill() {
         );
         // Nothing is said to the drive: what was acknowledged is durable all the same.
         drop(tier);
-        let tier = config.open().unwrap();
+        let tier = config.open(&NoEngine::default()).unwrap();
         assert_eq!(load(&tier, &pool, 0..40), 39, "{io:?}, after a kill");
         assert_eq!(load(&tier, &pool, [3]), 0, "what was removed stays removed");
         assert_eq!(pool.usage().used, 0);
@@ -153,7 +163,7 @@ fn the_size_is_held_and_the_oldest_give_way() {
     let (folder, pool) = (new_folder(), pool(8 * MIB));
     let size = 24 * MIB;
     let config = config_of(&folder, size).with_segment_bytes(2 * MIB);
-    let tier = config.open().unwrap();
+    let tier = config.open(&NoEngine::default()).unwrap();
     for round in 0..20 {
         for stored in store(&tier, &pool, round * 64..round * 64 + 64) {
             assert_eq!(stored, Stored::Written);
@@ -174,7 +184,9 @@ fn the_size_is_held_and_the_oldest_give_way() {
     assert!(usage.bytes > size / 2, "{usage:?}: most of it is used");
     assert!(tier.stats().evicted > 500);
     drop(tier);
-    let tier = config_of(&folder, size / 2).open().unwrap();
+    let tier = config_of(&folder, size / 2)
+        .open(&NoEngine::default())
+        .unwrap();
     assert_eq!(load(&tier, &pool, 19 * 64..20 * 64), 64);
     for n in 2000..2200 {
         store(&tier, &pool, [n]);
@@ -184,7 +196,9 @@ fn the_size_is_held_and_the_oldest_give_way() {
     let held = tier.held();
     assert!(Some(held.bytes) <= held.capacity, "{held:?}");
     drop(tier);
-    let tier = config_of(&folder, size / 2).open().unwrap();
+    let tier = config_of(&folder, size / 2)
+        .open(&NoEngine::default())
+        .unwrap();
     assert!(
         load(&tier, &pool, 2150..2200) == 50,
         "what is newest is there"
@@ -198,13 +212,15 @@ fn a_smaller_size_is_held_without_a_write() {
     let (folder, pool) = (new_folder(), pool(8 * MIB));
     let size = 24 * MIB;
     let config = config_of(&folder, size).with_segment_bytes(2 * MIB);
-    let tier = config.open().unwrap();
+    let tier = config.open(&NoEngine::default()).unwrap();
     for n in 0..320 {
         store(&tier, &pool, [n]);
     }
     drop(tier);
     assert!(taken(&folder) > size / 2);
-    let tier = config_of(&folder, size / 2).open().unwrap();
+    let tier = config_of(&folder, size / 2)
+        .open(&NoEngine::default())
+        .unwrap();
     until("the files are smaller", || taken(&folder) <= size / 2);
     let held = tier.held();
     assert!(Some(held.bytes) <= held.capacity, "{held:?}");
@@ -212,7 +228,9 @@ fn a_smaller_size_is_held_without_a_write() {
     assert!(there as u64 * CHUNK > size / 4, "{there} chunks");
     assert_eq!(load(&tier, &pool, 300..320), 20, "the newest are there");
     drop(tier);
-    let tier = config_of(&folder, size / 2).open().unwrap();
+    let tier = config_of(&folder, size / 2)
+        .open(&NoEngine::default())
+        .unwrap();
     assert_eq!(load(&tier, &pool, 0..320), there);
 }
 
@@ -220,7 +238,10 @@ fn a_smaller_size_is_held_without_a_write() {
 fn logs_that_are_over_give_their_space_back() {
     for io in engines() {
         let (folder, pool) = (new_folder(), pool(8 * MIB));
-        let tier = config_of(&folder, 32 * MIB).with_io(io).open().unwrap();
+        let tier = config_of(&folder, 32 * MIB)
+            .with_io(io)
+            .open(&NoEngine::default())
+            .unwrap();
         for n in 0..400 {
             store(&tier, &pool, [n]);
         }
@@ -243,7 +264,7 @@ fn a_drive_that_vanishes_costs_its_chunks_and_nothing_else() {
         .with_keep_free(0)
         .with_new_drives()
         .with_probe_every(Duration::from_millis(1));
-    let tier = config.open().unwrap();
+    let tier = config.open(&NoEngine::default()).unwrap();
     store(&tier, &pool, 0..40);
     // Bytes that come back are not those that were written.
     for file in fs::read_dir(&*second).unwrap() {
@@ -319,7 +340,9 @@ fn flip_in_each_chunk(folder: &Folder, numbers: std::ops::Range<u64>, from_paylo
 fn one_changed_bit_of_a_payload_or_of_a_header_is_a_miss() {
     for (at, in_header) in [(0, false), (CHUNK as i64 - 1, false), (-4096, true)] {
         let (folder, pool) = (new_folder(), pool(8 * MIB));
-        let tier = config_of(&folder, 64 * MIB).open().unwrap();
+        let tier = config_of(&folder, 64 * MIB)
+            .open(&NoEngine::default())
+            .unwrap();
         store(&tier, &pool, 0..20);
         flip_in_each_chunk(&folder, 0..20, at);
         assert_eq!(load(&tier, &pool, 0..20), 0, "byte {at}");
@@ -339,7 +362,9 @@ fn one_changed_bit_of_a_payload_or_of_a_header_is_a_miss() {
 #[test]
 fn a_checksum_is_computed_once_for_all_tiers() {
     let (folder, pool) = (new_folder(), pool(8 * MIB));
-    let tier = config_of(&folder, 64 * MIB).open().unwrap();
+    let tier = config_of(&folder, 64 * MIB)
+        .open(&NoEngine::default())
+        .unwrap();
     let write = |n, note: Option<u64>| {
         let mut slot = pool.reserve(CHUNK).expect("space in the pool");
         fill_value(&test_key(n), slot.bytes_mut());
@@ -370,7 +395,7 @@ fn a_checksum_is_computed_once_for_all_tiers() {
 fn a_compacted_drive_gives_back_the_space_of_what_was_removed() {
     let (folder, pool) = (new_folder(), pool(8 * MIB));
     let config = config_of(&folder, 64 * MIB).with_segment_bytes(2 * MIB);
-    let tier = config.open().unwrap();
+    let tier = config.open(&NoEngine::default()).unwrap();
     for part in 0..4 {
         store(&tier, &pool, part * 100..part * 100 + 100);
     }
@@ -381,7 +406,10 @@ fn a_compacted_drive_gives_back_the_space_of_what_was_removed() {
     drop(tier);
     let before = taken(&folder);
 
-    let tier = DiskConfig::existing([&*folder]).unwrap().open().unwrap();
+    let tier = DiskConfig::existing([&*folder])
+        .unwrap()
+        .open(&NoEngine::default())
+        .unwrap();
     let inspected = tier.inspect().remove(0);
     assert_eq!((inspected.chunks, inspected.bytes), (100, 100 * CHUNK));
     assert_eq!(inspected.segment_bytes, 2 * MIB);
@@ -401,7 +429,7 @@ fn a_compacted_drive_gives_back_the_space_of_what_was_removed() {
     );
     assert_eq!(load(&tier, &pool, (0..400).filter(kept)), 100);
     drop(tier);
-    let tier = config.open().unwrap();
+    let tier = config.open(&NoEngine::default()).unwrap();
     assert_eq!(
         load(&tier, &pool, (0..400).filter(kept)),
         100,
@@ -415,7 +443,9 @@ fn a_compacted_drive_gives_back_the_space_of_what_was_removed() {
 }
 
 fn refused(config: &DiskConfig) -> DiskError {
-    config.open().expect_err("this cannot be opened")
+    config
+        .open(&NoEngine::default())
+        .expect_err("this cannot be opened")
 }
 
 #[test]
@@ -458,7 +488,7 @@ fn what_cannot_be_opened_says_why_and_is_left_alone() {
 fn a_folder_belongs_to_one_at_a_time() {
     let (folder, pool) = (new_folder(), pool(8 * MIB));
     let config = config_of(&folder, 64 * MIB);
-    let tier = config.open().unwrap();
+    let tier = config.open(&NoEngine::default()).unwrap();
     store(&tier, &pool, 0..4);
     let locked = refused(&config);
     assert!(matches!(locked, DiskError::Locked { .. }), "{locked}");
@@ -466,14 +496,17 @@ fn a_folder_belongs_to_one_at_a_time() {
     assert!(locked.to_string().contains(&owner), "{locked}");
     assert_eq!(load(&tier, &pool, 0..4), 4, "the one who has it goes on");
     drop(tier);
-    assert_eq!(load(&config.open().unwrap(), &pool, 0..4), 4);
+    assert_eq!(
+        load(&config.open(&NoEngine::default()).unwrap(), &pool, 0..4),
+        4
+    );
 }
 
 #[test]
 fn a_folder_of_a_later_version_or_a_damaged_one_is_left_alone() {
     let (folder, pool) = (new_folder(), pool(8 * MIB));
     let config = config_of(&folder, 64 * MIB);
-    store(&config.open().unwrap(), &pool, 0..4);
+    store(&config.open(&NoEngine::default()).unwrap(), &pool, 0..4);
     let path = folder.join("drive");
     let right = fs::read(&path).unwrap();
     for (at, what) in [(0, "magic"), (8, "version"), (40, "damage")] {
@@ -491,7 +524,7 @@ fn a_folder_of_a_later_version_or_a_damaged_one_is_left_alone() {
     }
     fs::write(&path, &right).unwrap();
     assert_eq!(
-        load(&config.open().unwrap(), &pool, 0..4),
+        load(&config.open(&NoEngine::default()).unwrap(), &pool, 0..4),
         4,
         "nothing was lost"
     );
@@ -559,7 +592,7 @@ fn a_file_system_without_direct_io_is_served_through_the_page_cache() {
 fn a_folder_without_direct_io() {
     for io in engines() {
         let (config, pool) = (mounted().with_io(io), pool(8 * MIB));
-        let tier = config.open().unwrap();
+        let tier = config.open(&NoEngine::default()).unwrap();
         let how = tier.describe().remove(0);
         assert!(
             !how.contains("direct I/O,") && how.contains("page cache"),
@@ -567,7 +600,7 @@ fn a_folder_without_direct_io() {
         );
         store(&tier, &pool, 0..16);
         drop(tier);
-        let tier = config.open().unwrap();
+        let tier = config.open(&NoEngine::default()).unwrap();
         assert_eq!(load(&tier, &pool, 0..16), 16, "{io:?}");
         block_on(tier.remove(&(0..16).map(test_key).collect::<Vec<_>>(), soon()));
     }

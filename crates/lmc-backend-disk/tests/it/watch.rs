@@ -10,7 +10,7 @@ use std::time::Duration;
 use lmc_backend::conformance::{
     block_on, check_value, clear_all, fill_value, load_batch, store_batch, test_key,
 };
-use lmc_backend::{Backend, Health, LoadItem, StoreItem, Stored};
+use lmc_backend::{Backend, Health, LoadItem, NoEngine, StoreItem, Stored};
 use lmc_backend_disk::{DiskBackend, DiskConfig, DiskError};
 use lmc_testkit::{Folder, pool, soon, until};
 
@@ -34,7 +34,10 @@ fn new_folder() -> Folder {
 
 /// A new drive, after a clear, with chunks.
 fn filled(drive: &Path) -> DiskBackend {
-    let tier = config(drive).with_new_drives().open().unwrap();
+    let tier = config(drive)
+        .with_new_drives()
+        .open(&NoEngine::default())
+        .unwrap();
     clear_all(&tier, soon()).unwrap();
     assert_eq!(store(&tier), CHUNKS);
     tier
@@ -105,7 +108,7 @@ fn after(change: impl FnOnce(&Path)) -> Result<usize, DiskError> {
     assert_eq!((found(&tier), store(&tier)), (0, 0), "{reason}");
     block_on(tier.close(soon())).unwrap();
     drop(tier);
-    let tier = config(&drive).open()?;
+    let tier = config(&drive).open(&NoEngine::default())?;
     let there = found(&tier);
     store(&tier);
     assert_eq!(found(&tier), CHUNKS, "{reason}");
@@ -257,7 +260,7 @@ fn a_drive_in_use_is_refused_whatever_files_were_removed() {
         ("drive", config(&drive).with_new_drives()),
     ] {
         fs::remove_file(file(&drive, begin)).unwrap();
-        let refused = config.open().expect_err("it is in use");
+        let refused = config.open(&NoEngine::default()).expect_err("it is in use");
         assert!(
             matches!(refused, DiskError::Locked { .. }),
             "{begin}: {refused}"
@@ -265,10 +268,12 @@ fn a_drive_in_use_is_refused_whatever_files_were_removed() {
     }
     let moved = folder.join("moved");
     fs::rename(&drive, &moved).unwrap();
-    let refused = config(&moved).open().expect_err("it is in use");
+    let refused = config(&moved)
+        .open(&NoEngine::default())
+        .expect_err("it is in use");
     assert!(matches!(refused, DiskError::Locked { .. }), "{refused}");
     drop(tier);
-    config(&moved).open().unwrap();
+    config(&moved).open(&NoEngine::default()).unwrap();
 }
 
 /// A unit that starts again whenever it ends did so for ever: the folder was "not empty, and not an
@@ -289,12 +294,15 @@ fn a_drive_without_its_header_starts_empty() {
                 header.unwrap().set_len(bytes).unwrap();
             }
         }
-        let tier = config(&drive).open().unwrap();
+        let tier = config(&drive).open(&NoEngine::default()).unwrap();
         assert_eq!((found(&tier), tier.inspect()[0].segments.len()), (0, 0));
         assert_eq!(tier.clears(), clears, "what was cleared stays known");
         assert_eq!(store(&tier), CHUNKS);
         drop(tier);
-        assert_eq!(found(&config(&drive).open().unwrap()), CHUNKS);
+        assert_eq!(
+            found(&config(&drive).open(&NoEngine::default()).unwrap()),
+            CHUNKS
+        );
     }
 }
 
@@ -324,7 +332,9 @@ fn files_of_others_are_not_taken_for_what_is_left_of_a_drive() {
             }
             let before = names(&drive);
             for config in [config(&drive), config(&drive).with_new_drives()] {
-                let refused = config.open().expect_err("it is not ours");
+                let refused = config
+                    .open(&NoEngine::default())
+                    .expect_err("it is not ours");
                 assert!(
                     matches!(refused, DiskError::NotOurs { .. }),
                     "{name}: {refused}"

@@ -86,11 +86,10 @@ impl Rig {
         let rest = pool.usage().capacity - units * UNIT;
         let ballast = pool.reserve(rest).expect("the pool is larger");
         let ledger = Arc::<Ledger>::default();
-        let tier = LocalConfig::new(pool)
+        let tier = LocalConfig::default()
             .with_shards(2)
             .with_watermarks(0.9, 0.8)
-            .with_events(Arc::clone(&ledger) as Arc<dyn LocalSink>)
-            .build()
+            .build(pool, Some(Arc::clone(&ledger) as _))
             .expect("a configuration");
         Self {
             tier,

@@ -80,11 +80,15 @@ impl fmt::Debug for LocalTier {
 }
 
 impl LocalConfig {
-    /// Makes the tier.
+    /// Makes the tier. Chunks may fill the whole pool. Events about stored and removed chunks go to `events`.
     ///
     /// # Errors
     /// [`LocalConfigError`] names the value that is out of range.
-    pub fn build(self) -> Result<LocalTier, LocalConfigError> {
+    pub fn build(
+        self,
+        pool: Pool,
+        events: Option<Arc<dyn LocalSink>>,
+    ) -> Result<LocalTier, LocalConfigError> {
         let found = self.shards;
         if !found.is_power_of_two() || found > 128 {
             return Err(LocalConfigError::Shards { found });
@@ -93,16 +97,16 @@ impl LocalConfig {
         if !(0.0 < low && low <= high && high <= 1.0) {
             return Err(LocalConfigError::Watermarks { high, low });
         }
-        Ok(LocalTier::new(self))
+        Ok(LocalTier::new(self, pool, events))
     }
 }
 
 impl LocalTier {
-    pub(crate) fn new(config: LocalConfig) -> Self {
+    fn new(config: LocalConfig, pool: Pool, events: Option<Arc<dyn LocalSink>>) -> Self {
         let shared = Arc::new(Class::new(config.shards));
-        let capacity = config.pool.usage().capacity;
+        let capacity = pool.usage().capacity;
         let share = capacity / config.shards as u64;
-        let align = config.pool.align();
+        let align = pool.align();
         let held: Arc<[AtomicU64]> = (0..config.shards).map(|_| AtomicU64::new(0)).collect();
         let shard = |id| {
             let (shared, held) = (Arc::clone(&shared), Arc::clone(&held));
@@ -121,10 +125,10 @@ impl LocalTier {
             seconds: AtomicU32::new(0),
             reservations: AtomicU64::new(0),
             counters: LocalCounters::default(),
-            events: config.events,
+            events,
             watermarks: (part(config.high), part(config.low)),
             draining: AtomicBool::new(false),
-            pool: config.pool,
+            pool,
         }))
     }
 

@@ -188,12 +188,11 @@ impl Rig {
         let pool = Pool::new(Arc::new(arena), config).unwrap();
         let ballast = pool.reserve(pool.usage().capacity - capacity).unwrap();
         let log = Arc::new(Log::default());
-        let tier = LocalConfig::new(pool)
+        let tier = LocalConfig::default()
             .with_policy(policy)
             .with_shards(shards)
             .with_watermarks(0.9, 0.8)
-            .with_events(Arc::clone(&log) as Arc<dyn LocalSink>)
-            .build()
+            .build(pool, Some(Arc::clone(&log) as _))
             .unwrap();
         Self {
             tier,

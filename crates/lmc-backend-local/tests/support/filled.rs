@@ -51,8 +51,8 @@ pub(crate) fn filled(policy: PolicyKind, chunks: u64) -> (LocalTier, f64) {
     let before = live();
     // The default of a small host. Each shard wastes 16 entries on average, which only counts
     // where there are few chunks for a shard.
-    let config = LocalConfig::new(pool).with_policy(policy).with_shards(8);
-    let tier = config.build().expect("a valid configuration");
+    let config = LocalConfig::default().with_policy(policy).with_shards(8);
+    let tier = config.build(pool, None).expect("a valid configuration");
     for start in (0..chunks).step_by(PROMPT as usize) {
         let chunk = |n: u64| {
             let started = tier.begin_write(OwnerId(0), TenantId(0), key(n), LEN);

@@ -53,7 +53,7 @@ fn daemon_of(name: &str, peers: &[Address]) -> Daemon {
     let mut config = P2pConfig::new(node, SocketConfig::new(channel, loopback()));
     let at = |peer: &Address| peer.to_string().replace("tcp://", "");
     config.peers = peers.iter().map(at).collect();
-    let tier = P2pBackend::start(config, Arc::new(chunks.clone()), Handle::current());
+    let tier = config.start(Arc::new(chunks.clone()), Handle::current());
     Daemon {
         tier: tier.expect("a port"),
         chunks,

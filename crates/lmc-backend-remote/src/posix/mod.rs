@@ -83,31 +83,33 @@ pub struct FileStore {
 /// Precision of the time of a chunk's last use, by which a tree beyond its size is collected.
 const LAST_USE: Duration = Duration::from_secs(3600);
 
-impl FileStore {
+impl FileConfig {
     /// Makes a store. The folder is opened at the first operation.
     ///
     /// # Errors
     /// No thread can be started.
-    pub fn new(config: FileConfig) -> std::io::Result<Self> {
-        let values = Arc::new(Values::new(Tree::new(config.root), config.direct));
-        let FileConfig { max_bytes, ttl, .. } = config;
+    pub fn open(self) -> std::io::Result<FileStore> {
+        let values = Arc::new(Values::new(Tree::new(self.root), self.direct));
+        let FileConfig { max_bytes, ttl, .. } = self;
         let limits = Limits {
             ttl,
             dry_run: false,
         };
         let is_limited = max_bytes.is_some() || ttl.is_some();
         let shares = Shares::of(max_bytes);
-        let start = || Collector::start(&values, limits, shares, config.collect_pause);
+        let start = || Collector::start(&values, limits, shares, self.collect_pause);
         let collector = is_limited.then(start).transpose()?;
-        Ok(Self {
-            threads: Threads::new(config.threads),
+        Ok(FileStore {
+            threads: Threads::new(self.threads),
             values,
             max_bytes,
             ttl,
             collector: Mutex::new(collector),
         })
     }
+}
 
+impl FileStore {
     /// Collects one of the 256 folders, and records its size in `shares`, which determine how many chunks it
     /// loses. Blocks.
     ///

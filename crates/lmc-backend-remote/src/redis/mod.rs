@@ -146,15 +146,15 @@ pub struct RedisStore {
     is_closed: AtomicBool,
 }
 
-impl RedisStore {
+impl RedisConfig {
     /// Makes the store; it connects at the first use.
     ///
     /// With TLS, the system's certificates are trusted, or those in `SSL_CERT_FILE`.
     ///
     /// # Errors
     /// [`StoreError::Unavailable`] if TLS is required and no certificate is trusted on this host.
-    pub fn new(config: RedisConfig) -> Result<Self, StoreError> {
-        let url = &config.url;
+    pub fn open(self) -> Result<RedisStore, StoreError> {
+        let url = &self.url;
         let login = Login {
             username: url.username.clone(),
             password: url.password.clone(),
@@ -164,8 +164,8 @@ impl RedisStore {
                 .then(|| tls::config(true).map(Arc::new))
                 .transpose()?,
         };
-        let connections = config.connections.max(1);
-        Ok(Self {
+        let connections = self.connections.max(1);
+        Ok(RedisStore {
             login,
             servers: Mutex::default(),
             finding: tokio::sync::Mutex::default(),
@@ -177,11 +177,13 @@ impl RedisStore {
             is_closed: AtomicBool::new(false),
             config: RedisConfig {
                 connections,
-                ..config
+                ..self
             },
         })
     }
+}
 
+impl RedisStore {
     fn key(&self, name: Name) -> String {
         format!("{}{name}", self.config.prefix)
     }

@@ -150,18 +150,18 @@ enum Read {
     Refused(Refusal),
 }
 
-impl S3Store {
+impl S3Config {
     /// Makes the store; it connects at the first use.
     ///
     /// # Errors
     /// [`StoreError::Unavailable`] if the settings contradict each other, or if TLS is needed and no
     /// certificate is trusted on this host.
-    pub fn new(config: S3Config) -> Result<Self, StoreError> {
-        let connector = Connector::new(config.access.is_plain_http())?;
-        let values = config.values_at_once.max(1);
-        Ok(Self {
+    pub fn open(self) -> Result<S3Store, StoreError> {
+        let connector = Connector::new(self.access.is_plain_http())?;
+        let values = self.values_at_once.max(1);
+        Ok(S3Store {
             clock: Arc::clone(connector.clock()),
-            client: Mutex::new(Some(config.client(connector)?)),
+            client: Mutex::new(Some(self.client(connector)?)),
             readers: Semaphore::new(values),
             writers: Semaphore::new(values),
             rewriters: Semaphore::new(REWRITES),
@@ -169,11 +169,13 @@ impl S3Store {
             keeps_age: AtomicBool::new(false),
             config: S3Config {
                 values_at_once: values,
-                ..config
+                ..self
             },
         })
     }
+}
 
+impl S3Store {
     /// Returns the milliseconds by which the store's clock is ahead of this host's, accurate to a second,
     /// negative if it is behind; `None` before the first answer.
     pub fn clock_ahead_ms(&self) -> Option<i64> {

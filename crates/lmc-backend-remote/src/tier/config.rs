@@ -1,5 +1,7 @@
 //! Settings of the tier.
 
+use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::clock::BootClock;
@@ -25,6 +27,30 @@ pub struct RemoteConfig {
     /// Pause before the clears are read again after a failure, and before a request tries a path of the store
     /// that was taken out: the first pause, and the longest one. Default: 250 ms and 15 s.
     pub probe_pause: (Duration, Duration),
+    /// Digest of salts in descriptions of spaces, under a key that an operator has. Default: none; all spaces
+    /// with a salt look alike.
+    pub salt_digest: Option<SaltDigest>,
+}
+
+/// A function that returns the digest of a salt.
+#[derive(Clone)]
+pub struct SaltDigest(Arc<dyn Fn(&str) -> [u8; 16] + Send + Sync>);
+
+impl SaltDigest {
+    /// Wraps a function.
+    pub fn new(digest: impl Fn(&str) -> [u8; 16] + Send + Sync + 'static) -> Self {
+        Self(Arc::new(digest))
+    }
+
+    pub(super) fn of(&self, salt: &str) -> [u8; 16] {
+        (self.0)(salt)
+    }
+}
+
+impl fmt::Debug for SaltDigest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("SaltDigest")
+    }
 }
 
 impl RemoteConfig {
@@ -49,6 +75,7 @@ impl Default for RemoteConfig {
             clears_interval: Duration::from_secs(2),
             boot_clock: BootClock::default(),
             probe_pause: (Duration::from_millis(250), Duration::from_secs(15)),
+            salt_digest: None,
         }
     }
 }

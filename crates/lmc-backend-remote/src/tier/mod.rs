@@ -20,24 +20,23 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use lmc_backend::{
-    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, Health, LoadItem, Loaded,
-    LocateHint, Located, Page, Sharing, StoreItem, Stored, Usage, WriteBackend,
+    Answers, Backend, BackendError, BoxFuture, Cleared, Clears, Cursor, Health, Host, LoadItem,
+    Loaded, LocateHint, Located, Page, Sharing, StoreItem, Stored, Usage, WriteBackend,
 };
-use lmc_key::{ChunkKey, ClearsId, SpaceId};
+use lmc_key::ChunkKey;
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
 use tokio_util::task::AbortOnDropHandle;
 
 use self::access::StoreAccess;
 use self::clears::ClearsSync;
-pub use self::config::RemoteConfig;
+pub use self::config::{RemoteConfig, SaltDigest};
 use self::list::Listings;
 use self::read::ValueReader;
 use self::recent::RecentKeys;
 use self::spaces::SpaceDescriptions;
 pub use self::stale::StaleDeleted;
 use self::write::ValueWriter;
-use crate::format::SpaceRecord;
 use crate::store::Store;
 
 /// Time for which a damaged value counts as absent, and most keys of such values.
@@ -59,16 +58,12 @@ pub struct RemoteTier {
     tasks: Mutex<Vec<AbortOnDropHandle<()>>>,
 }
 
-impl RemoteTier {
-    /// Starts a tier, with the clears that the daemon has carried out. It answers with
-    /// [`BackendError::Unavailable`] until the clears of other daemons were read from the store.
-    pub fn start(
-        config: RemoteConfig,
-        store: Arc<dyn Store>,
-        clears: Arc<Clears>,
-        runtime: Handle,
-    ) -> Self {
-        let this = Self::new(config, store, clears, runtime);
+impl RemoteConfig {
+    /// Starts a tier. It answers with [`BackendError::Unavailable`] until the clears of other daemons were
+    /// read from the store. Spaces in which chunks are stored are described in the store, if the host knows
+    /// their fields ([`Host::describe`]).
+    pub fn start(self, store: Arc<dyn Store>, host: Arc<dyn Host>, runtime: Handle) -> RemoteTier {
+        let this = RemoteTier::new(self, store, host, runtime);
         let syncing = Arc::clone(&this.clears).keep_in_step();
         let describing = Arc::clone(&this.spaces).describe_all();
         this.tasks
@@ -76,19 +71,21 @@ impl RemoteTier {
             .extend([this.access.spawn(syncing), this.access.spawn(describing)]);
         this
     }
+}
 
+impl RemoteTier {
     /// Makes a tier without its tasks.
     fn new(
         config: RemoteConfig,
         store: Arc<dyn Store>,
-        clears: Arc<Clears>,
+        host: Arc<dyn Host>,
         runtime: Handle,
     ) -> Self {
         let absent = Arc::new(RecentKeys::new(config.absent_ttl, config.max_absent));
         let damaged = Arc::new(RecentKeys::new(DAMAGED.0, DAMAGED.1));
         let access = Arc::new(StoreAccess::new(config, store, runtime));
-        let clears = Arc::new(ClearsSync::new(&access, clears));
-        let spaces = Arc::new(SpaceDescriptions::new(&access, &clears));
+        let clears = Arc::new(ClearsSync::new(&access, host.clears()));
+        let spaces = Arc::new(SpaceDescriptions::new(&access, &clears, host));
         let reader = ValueReader::new(&access, &clears, &absent, &damaged);
         let writer = ValueWriter::new(&access, &clears, &spaces, &absent, &damaged);
         Self {
@@ -100,17 +97,6 @@ impl RemoteTier {
             spaces,
             tasks: Mutex::default(),
         }
-    }
-
-    /// Sets the function that returns the description of a space; spaces in which chunks are stored are then
-    /// described in the background. The function is given the name of a space in keys ([`SpaceId::after`]),
-    /// and the digest of the clears in that name. Only the first call has an effect; without it, no space is
-    /// described.
-    pub fn describe_spaces(
-        &self,
-        describe: impl Fn(SpaceId, ClearsId) -> Option<SpaceRecord> + Send + Sync + 'static,
-    ) {
-        self.spaces.describe_by(Box::new(describe));
     }
 
     /// Deletes the chunks in the store that no daemon looks for any more: chunks of other generations, and

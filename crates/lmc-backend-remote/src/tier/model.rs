@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use lmc_backend::conformance::{Rng, test_key};
-use lmc_backend::{StartId, in_order};
+use lmc_backend::{NoEngine, StartId, in_order};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{rounds, soon};
 
@@ -118,10 +118,10 @@ impl Model {
             }),
             ..RemoteConfig::default()
         };
-        let clears = Arc::new(engine.clone());
+        let host = Arc::new(NoEngine::new(engine.clone()));
         let runtime = self.runtime.handle().clone();
         Daemon {
-            tier: RemoteTier::new(config, view.clone(), clears, runtime),
+            tier: RemoteTier::new(config, view.clone(), host, runtime),
             view,
             engine,
             start: StartId::new(start),

@@ -2,11 +2,11 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lmc_backend::now;
-use lmc_key::{ClearsId, SpaceId};
+use lmc_backend::{Host, now};
+use lmc_key::SpaceId;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
@@ -24,10 +24,6 @@ const MAX_WAITING: usize = 1024;
 /// eviction may have removed it.
 const KNOWN_FOR: Duration = Duration::from_secs(600);
 
-/// A function that returns the description of a space, by its name in keys after clears; `None` if only the
-/// name is known.
-type Describe = Box<dyn Fn(SpaceId, ClearsId) -> Option<SpaceRecord> + Send + Sync>;
-
 /// A space with chunks in a folder, by its name in keys.
 type Space = (ChunkFolder, SpaceId);
 
@@ -35,7 +31,7 @@ type Space = (ChunkFolder, SpaceId);
 pub(super) struct SpaceDescriptions {
     access: Arc<StoreAccess>,
     clears: Arc<ClearsSync>,
-    describe: OnceLock<Describe>,
+    host: Arc<dyn Host>,
     state: Mutex<DescribedSpaces>,
     changed: Notify,
 }
@@ -54,20 +50,18 @@ impl fmt::Debug for SpaceDescriptions {
 }
 
 impl SpaceDescriptions {
-    pub(super) fn new(access: &Arc<StoreAccess>, clears: &Arc<ClearsSync>) -> Self {
+    pub(super) fn new(
+        access: &Arc<StoreAccess>,
+        clears: &Arc<ClearsSync>,
+        host: Arc<dyn Host>,
+    ) -> Self {
         Self {
             access: Arc::clone(access),
             clears: Arc::clone(clears),
-            describe: OnceLock::new(),
+            host,
             state: Mutex::default(),
             changed: Notify::new(),
         }
-    }
-
-    /// Sets the function that returns descriptions. Only the first call has an effect.
-    pub(super) fn describe_by(&self, describe: Describe) {
-        let _ = self.describe.set(describe);
-        self.changed.notify_one();
     }
 
     /// Records that the store has a chunk of a space. Never waits.
@@ -88,11 +82,17 @@ impl SpaceDescriptions {
     /// Returns the next space to describe. A space with unknown fields is skipped; it is recorded again when
     /// another chunk of it is stored.
     fn next(&self) -> Option<(Space, SpaceRecord)> {
-        let describe = self.describe.get()?;
         loop {
             let space = self.state.lock().waiting.pop_front()?;
-            if let Some(record) = describe(space.1, space.0.clears) {
-                return Some((space, record));
+            let Some(fields) = self.host.describe(space.1) else {
+                continue;
+            };
+            // A clear has changed the name of the space since.
+            if fields.id().after(space.0.clears) == space.1 {
+                let salt = fields.salt.as_str();
+                let digest = self.access.config.salt_digest.as_ref();
+                let digest = digest.map(|digest| digest.of(salt));
+                return Some((space, SpaceRecord::new(&fields, digest)));
             }
         }
     }

@@ -25,7 +25,7 @@ const REMOVED: usize = 20;
 const SFTP: &str = "/usr/lib/openssh/sftp-server";
 
 fn rig(folder: &Path) -> Rig {
-    let store = FileStore::new(FileConfig::new(folder)).unwrap();
+    let store = FileConfig::new(folder).open().unwrap();
     let lens = [100_000, 4096, 65_536, 100_001, 99_999];
     let rig = Rig::over(Arc::new(store), lens, |config| {
         config.timeout = Duration::from_secs(1);

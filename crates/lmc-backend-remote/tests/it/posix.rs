@@ -12,7 +12,7 @@ use futures_util::StreamExt as _;
 use lmc_backend::conformance::{
     block_on, clear_all, fill_value, load_batch, store_batch, test_key,
 };
-use lmc_backend::{Backend, BackendError, Health, LoadItem, StoreItem, Stored};
+use lmc_backend::{Backend, BackendError, Health, LoadItem, NoEngine, StoreItem, Stored};
 use lmc_backend_remote::conformance::{
     MemoryStore, check_replaced_values, check_store, check_swaps,
 };
@@ -37,7 +37,7 @@ fn folder() -> Folder {
 }
 
 fn store(folder: &Folder) -> Arc<FileStore> {
-    Arc::new(FileStore::new(FileConfig::new(folder.to_path_buf())).unwrap())
+    Arc::new(FileConfig::new(folder.to_path_buf()).open().unwrap())
 }
 
 /// A tier over a folder.
@@ -58,14 +58,18 @@ impl Rig {
         let folder = folder();
         let mut files = FileConfig::new(folder.to_path_buf());
         files.max_bytes = max_bytes;
-        let store = Arc::new(FileStore::new(files).unwrap());
+        let store = Arc::new(files.open().unwrap());
         let runtime = runtime();
         let mut config = RemoteConfig::default();
         config.absent_ttl = Duration::ZERO;
         // The machine may be busy.
         config.timeout = TIMEOUT;
         config.clears_interval = Duration::from_millis(500);
-        let tier = RemoteTier::start(config, store, Arc::default(), runtime.handle().clone());
+        let tier = config.start(
+            store,
+            Arc::new(NoEngine::default()),
+            runtime.handle().clone(),
+        );
         wait_until_used(&tier);
         Self {
             tier,
@@ -140,7 +144,7 @@ fn stores_pass_their_kit() {
     let cached = folder();
     let mut config = FileConfig::new(cached.to_path_buf());
     config.direct = false;
-    let cached = Arc::new(FileStore::new(config).unwrap());
+    let cached = Arc::new(config.open().unwrap());
     runtime.block_on(check_store(cached, TIMEOUT));
 }
 
@@ -227,10 +231,9 @@ fn a_value_copied_from_a_store_of_another_kind_is_read() {
     rig.store(key).unwrap();
     let runtime = runtime();
     let memory = Arc::new(MemoryStore::default());
-    let other = RemoteTier::start(
-        RemoteConfig::default(),
+    let other = RemoteConfig::default().start(
         memory.clone(),
-        Arc::default(),
+        Arc::new(NoEngine::default()),
         runtime.handle().clone(),
     );
     assert!(block_on(other.ready(soon())));
@@ -296,8 +299,12 @@ fn a_folder_that_is_not_there_is_not_made_and_is_used_once_it_is() {
     let runtime = runtime();
     let mut config = RemoteConfig::default();
     config.probe_pause = (Duration::from_millis(1), Duration::from_millis(5));
-    let store = Arc::new(FileStore::new(FileConfig::new(&root)).unwrap());
-    let tier = RemoteTier::start(config, store, Arc::default(), runtime.handle().clone());
+    let store = Arc::new(FileConfig::new(&root).open().unwrap());
+    let tier = config.start(
+        store,
+        Arc::new(NoEngine::default()),
+        runtime.handle().clone(),
+    );
     until("the reason is known", || match tier.health() {
         Health::Down { reason } => reason.contains("mount"),
         _ => false,
@@ -382,7 +389,7 @@ fn a_folder_that_cannot_be_collected_keeps_no_other_from_it() {
     let mut config = FileConfig::new(rig.folder.to_path_buf());
     config.max_bytes = Some(1);
     config.collect_pause = Duration::from_millis(1);
-    let collector = FileStore::new(config).unwrap();
+    let collector = config.open().unwrap();
     let others = || {
         let others = keys.iter().filter(|key| key.hash.as_bytes()[0] != fanout);
         others.filter(|key| rig.path(**key).exists()).count()
@@ -625,9 +632,7 @@ fn several_collectors_keep_a_folder_within_its_size_while_it_is_written() {
     let mut config = FileConfig::new(rig.folder.to_path_buf());
     config.max_bytes = Some(1);
     config.collect_pause = Duration::from_millis(1);
-    let collectors: Vec<FileStore> = (0..3)
-        .map(|_| FileStore::new(config.clone()).unwrap())
-        .collect();
+    let collectors: Vec<FileStore> = (0..3).map(|_| config.clone().open().unwrap()).collect();
     for n in 0..200 {
         rig.store(test_key(n)).unwrap();
     }
@@ -644,7 +649,7 @@ fn readers_never_see_half_of_a_value_that_is_replaced() {
         let store = || {
             let mut config = FileConfig::new(folder.to_path_buf());
             config.direct = direct;
-            Arc::new(FileStore::new(config).unwrap())
+            Arc::new(config.open().unwrap())
         };
         runtime().block_on(check_replaced_values(store(), store(), TIMEOUT));
         assert_eq!(files(&folder).len(), 1, "temporary files are left");

@@ -97,7 +97,7 @@ const LENS: [u64; 5] = [1, 255, 4096, 70_000, 300_001];
 fn rig_with(url: &str, change: impl FnOnce(&mut RedisConfig)) -> Rig {
     let mut config = RedisConfig::new(url.parse().unwrap());
     change(&mut config);
-    Rig::over(Arc::new(RedisStore::new(config).unwrap()), LENS, |_| {})
+    Rig::over(Arc::new(config.open().unwrap()), LENS, |_| {})
 }
 
 fn rig(url: &str) -> Rig {
@@ -105,7 +105,7 @@ fn rig(url: &str) -> Rig {
 }
 
 fn passes_the_kit_of_stores(url: &str) {
-    let store = || Arc::new(RedisStore::new(RedisConfig::new(url.parse().unwrap())).unwrap());
+    let store = || Arc::new(RedisConfig::new(url.parse().unwrap()).open().unwrap());
     let clients: Vec<Arc<dyn Store>> = (0..4).map(|_| store() as _).collect();
     let runtime = runtime();
     runtime.block_on(check_swaps(&clients, DEADLINE));
@@ -122,7 +122,7 @@ fn one_server_passes_the_kits_of_stores_and_of_tiers() {
     for seed in 1..=2 {
         server.cli(&["FLUSHALL"]);
         let config = RedisConfig::new(server.url().parse().unwrap());
-        passes_the_lossy_kit(Arc::new(RedisStore::new(config).unwrap()), seed);
+        passes_the_lossy_kit(Arc::new(config.open().unwrap()), seed);
     }
 }
 
@@ -132,7 +132,7 @@ fn readers_never_see_half_of_a_value_that_is_replaced() {
     let server = Server::start(&[]);
     let store = || {
         let config = RedisConfig::new(server.url().parse().unwrap());
-        Arc::new(RedisStore::new(config).unwrap())
+        Arc::new(config.open().unwrap())
     };
     runtime().block_on(check_replaced_values(store(), store(), DEADLINE));
 }
@@ -729,7 +729,7 @@ fn a_server_that_became_a_replica_is_looked_for_again() {
     });
     // Each connection selects its database.
     let url = format!("redis://127.0.0.1:{}/1", fake.port);
-    let store = RedisStore::new(RedisConfig::new(url.parse().unwrap())).unwrap();
+    let store = RedisConfig::new(url.parse().unwrap()).open().unwrap();
     let rig = Rig::over(Arc::new(store), LENS, |config| {
         // No connection but those of the stores.
         config.clears_interval = Duration::from_secs(3600);
@@ -915,7 +915,7 @@ fn a_server_that_floods_is_dropped_at_the_bound_of_what_it_was_asked() {
             };
             let mut config = RedisConfig::new(url.parse().unwrap());
             config.ttl = Some(Duration::from_secs(1000));
-            let store = RedisStore::new(config).unwrap();
+            let store = config.open().unwrap();
             runtime.block_on(ask_everything(&store));
             // The other side's buffers are a part of it.
             let bound = FLOOD / 2;
@@ -980,7 +980,7 @@ fn the_longest_sound_answers_are_taken() {
     let runtime = runtime();
     let store = |scheme: &str| {
         let url = format!("{scheme}://127.0.0.1:{}", fake.port);
-        RedisStore::new(RedisConfig::new(url.parse().unwrap())).unwrap()
+        RedisConfig::new(url.parse().unwrap()).open().unwrap()
     };
     let list = |store: RedisStore| {
         runtime.block_on(async move { store.list(Scope::VALUES, None, 1000, soon()).await })

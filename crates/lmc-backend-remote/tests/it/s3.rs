@@ -33,7 +33,7 @@ fn store(port: u16, bucket: &str, secret: &str) -> Arc<S3Store> {
         (name.to_owned(), value)
     });
     let url = format!("s3://{bucket}/of/lmc").parse().unwrap();
-    let store = S3Store::new(S3Config::new(url, variables).unwrap());
+    let store = S3Config::new(url, variables).unwrap().open();
     Arc::new(store.unwrap())
 }
 

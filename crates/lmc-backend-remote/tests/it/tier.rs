@@ -12,8 +12,8 @@ use lmc_backend::conformance::{
     Conformance, Guarantee, block_on, clear_all, lens_of, load_batch, store_batch, test_key,
 };
 use lmc_backend::{
-    Backend, BackendError, Clears, Health, LoadItem, Loaded, LocateHint, Located, StartId,
-    StoreItem, Stored, WriteBackend,
+    Backend, BackendError, Clears, Health, LoadItem, Loaded, LocateHint, Located, NoEngine,
+    StartId, StoreItem, Stored, WriteBackend,
 };
 use lmc_backend_remote::conformance::{
     CallFault, Calls, Denied, FaultyStore, MemoryStore, StoreFaults,
@@ -21,7 +21,7 @@ use lmc_backend_remote::conformance::{
 use lmc_backend_remote::format::{
     ChunkFolder, ClearsRecord, Generation, MAX_CLEARS_LEN, Name, SpaceRecord, Tenant,
 };
-use lmc_backend_remote::{BootClock, RemoteConfig, RemoteTier, StaleDeleted, Store};
+use lmc_backend_remote::{BootClock, RemoteConfig, RemoteTier, SaltDigest, StaleDeleted, Store};
 use lmc_key::{ChunkKey, ClearsId, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint};
 use lmc_memory::Pool;
 use lmc_testkit::{DEADLINE, pool, rounds, soon, until};
@@ -60,6 +60,7 @@ fn polling_by(clock: &Arc<AtomicU64>) -> RemoteConfig {
 /// A tier that is ready, over a store.
 struct Rig {
     tier: RemoteTier,
+    host: Arc<NoEngine>,
     store: Arc<MemoryStore>,
     pool: Pool,
     runtime: Runtime,
@@ -90,8 +91,10 @@ impl Rig {
     ) -> Self {
         let runtime = runtime();
         let handle = runtime.handle().clone();
+        let host = Arc::new(NoEngine::new(clears));
         Self {
-            tier: RemoteTier::start(config, view, Arc::new(clears), handle),
+            tier: config.start(view, Arc::clone(&host) as _, handle),
+            host,
             store,
             pool: pool(1 << 20),
             runtime,
@@ -626,7 +629,7 @@ fn a_deletion_takes_what_no_daemon_asks_for_and_leaves_what_it_does_not_know() {
     let rig = Rig::new();
     (0..20).for_each(|n| _ = rig.store(test_key(n)).unwrap());
     let (space, key) = described_space("");
-    rig.describe(&space, None);
+    rig.host.add_space(space.clone());
     rig.store(key).unwrap();
     until("it is described", || rig.description(&space).is_some());
     let first = rig.object().unwrap();
@@ -822,14 +825,6 @@ fn described_space(salt: &str) -> (KeySpace, ChunkKey) {
 }
 
 impl Rig {
-    /// Describes one space from now on, with a digest or without.
-    fn describe(&self, space: &KeySpace, digest: Option<[u8; 16]>) {
-        let record = SpaceRecord::new(space, digest);
-        let describe =
-            move |id, clears| (record.space().after(clears) == id).then(|| record.clone());
-        self.tier.describe_spaces(describe);
-    }
-
     fn description(&self, space: &KeySpace) -> Option<SpaceRecord> {
         let folder = self.object()?.folder();
         let named = space.id().after(folder.clears);
@@ -842,10 +837,11 @@ impl Rig {
 fn a_space_is_described_once_by_the_daemons_that_store_into_it() {
     let rig = Rig::new();
     let (space, key) = described_space("salt");
-    // What is stored before the fields are known is described later.
+    // What is stored before the fields are known is described with the next chunk.
     rig.store(key).unwrap();
     assert_eq!(rig.description(&space), None);
-    rig.describe(&space, None);
+    rig.host.add_space(space.clone());
+    rig.store(ChunkKey { group: 8, ..key }).unwrap();
     let written = SpaceRecord::new(&space, None);
     until("it is described", || {
         rig.description(&space).as_ref() == Some(&written)
@@ -860,8 +856,10 @@ fn a_space_is_described_once_by_the_daemons_that_store_into_it() {
     let digests = [None, Some([1; 16]), None, Some([2; 16])];
     let expected = [None, Some([1; 16]), Some([1; 16]), Some([1; 16])];
     for (group, (digest, expected)) in digests.into_iter().zip(expected).enumerate() {
-        let other = Rig::over(Arc::clone(&rig.store), config());
-        other.describe(&space, digest);
+        let mut config = config();
+        config.salt_digest = digest.map(|digest| SaltDigest::new(move |_| digest));
+        let other = Rig::over(Arc::clone(&rig.store), config);
+        other.host.add_space(space.clone());
         let before = rig.store.requests();
         let group = 20 + group as u16;
         other.store(ChunkKey { group, ..key }).unwrap();
@@ -889,7 +887,7 @@ fn a_description_that_is_damaged_is_written_again_and_one_of_a_later_version_is_
         let rig = Rig::new();
         let name = Name::Space(rig.object().unwrap().folder(), space.id());
         rig.store.set_bytes(name, Some(there.clone()));
-        rig.describe(&space, None);
+        rig.host.add_space(space.clone());
         let before = rig.store.requests();
         rig.store(key).unwrap();
         let requests = if stays { 4 } else { 5 };
@@ -950,7 +948,7 @@ fn a_description_that_fails_is_tried_again_and_costs_nothing_else() {
     let rig = Rig::new();
     rig.store.deny(Denied::Descriptions);
     let (space, key) = described_space("");
-    rig.describe(&space, None);
+    rig.host.add_space(space.clone());
     assert_eq!(rig.store(key).unwrap(), Stored::Written);
     // More often than a store may fail before it is taken out.
     until("it has failed a few times", || {

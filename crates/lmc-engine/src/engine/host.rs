@@ -12,7 +12,7 @@ use lmc_backend::{
     LocateHint, Received, TooManyClears, Usage, now,
 };
 use lmc_backend_local::{Leases, OwnerId, TenantId};
-use lmc_key::{ChunkHash, ChunkKey, LayoutFingerprint, SpaceId};
+use lmc_key::{ChunkHash, ChunkKey, KeySpace, LayoutFingerprint, SpaceId};
 use parking_lot::{Mutex, RwLock};
 
 use crate::clears::ClearLog;
@@ -34,6 +34,12 @@ pub trait SpaceBook: fmt::Debug + Send + Sync {
 
     /// Returns the live spaces, the most important first.
     fn spaces(&self) -> Vec<HostSpace>;
+
+    /// Returns the fields of a space; `None` if only its id is known. Default: looks among the live spaces.
+    fn describe(&self, space: SpaceId) -> Option<KeySpace> {
+        let found = self.spaces().into_iter().find(|live| live.id == space);
+        found.map(|live| live.description)
+    }
 
     /// Returns true if engines of this host use the space, have chunks in it, or merge its chunks. Default:
     /// true for live spaces.
@@ -274,6 +280,10 @@ impl Host for EngineHost {
 
     fn spaces(&self) -> Vec<HostSpace> {
         self.book().map_or_else(Vec::new, |book| book.spaces())
+    }
+
+    fn describe(&self, name: SpaceId) -> Option<KeySpace> {
+        self.book()?.describe(self.0.clears.space_of(name))
     }
 
     fn merges_layout(&self, layout: LayoutFingerprint, ranks: u32) -> bool {

@@ -213,6 +213,7 @@ impl LowerTiers {
         lower: Vec<LowerTier>,
         clears: ClearLog,
         pushed: Arc<PushedChunks>,
+        runtime: Option<Handle>,
         config: &EngineConfig,
     ) -> Result<Self, EngineError> {
         let found = lower.len();
@@ -259,21 +260,20 @@ impl LowerTiers {
             lookups: AtomicU64::new(0),
             lookup_chunks: AtomicU64::new(0),
         });
-        let runtime = match &config.runtime {
-            Some(_) => None,
-            None => Some(
-                Builder::new_multi_thread()
+        let (handle, runtime) = match runtime {
+            Some(handle) => (handle, None),
+            None => {
+                let own = Builder::new_multi_thread()
                     .worker_threads(2)
                     .thread_name("lmc-engine")
                     .enable_time()
-                    .build()?,
-            ),
+                    .build()?;
+                (own.handle().clone(), Some(own))
+            }
         };
-        let own = runtime.as_ref().map(|runtime| runtime.handle().clone());
-        let handle = config.runtime.clone().or(own);
         let this = Self {
             tasks: Mutex::default(),
-            handle: handle.expect("one of the two is there"),
+            handle,
             runtime,
             tiers,
         };

@@ -14,14 +14,14 @@ use lmc_backend::{
     Located, MemoryBackend, Sharing, StartId, StoreItem, Stored, WriteBackend, ready,
 };
 use lmc_engine::{
-    Admission, CacheEngine, EngineConfig, Found, Host, HostSpace, InUse, LeaseLimit, LookupRequest,
-    LowerStatus, LowerTier, OwnerId, PolicyKind, Rank, SpaceBook, StoreRequest, StoreStart,
-    TenantId, TierPolicy, WritePolicy,
+    Admission, CacheEngine, EngineConfig, EngineContext, Found, Host, HostSpace, InUse, LeaseLimit,
+    LookupRequest, LowerStatus, LowerTier, OwnerId, PolicyKind, Rank, SpaceBook, StoreRequest,
+    StoreStart, TenantId, TierPolicy, WritePolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
 use lmc_testkit::{DEADLINE, soon, until};
-use tokio::runtime::Builder;
+use tokio::runtime::{self, Builder};
 use tokio::task::yield_now;
 
 mod assumed;
@@ -55,6 +55,16 @@ fn engine_with(
     tiers: Vec<Arc<dyn Backend>>,
     change: impl FnOnce(&mut EngineConfig, &mut TierPolicy),
 ) -> CacheEngine {
+    engine_on(None, chunks, tiers, change)
+}
+
+/// An engine whose tasks run on this runtime.
+fn engine_on(
+    runtime: Option<&runtime::Handle>,
+    chunks: u64,
+    tiers: Vec<Arc<dyn Backend>>,
+    change: impl FnOnce(&mut EngineConfig, &mut TierPolicy),
+) -> CacheEngine {
     let mut config = EngineConfig::default();
     config.shards = Some(2);
     (config.high_watermark, config.low_watermark) = (1.0, 1.0);
@@ -67,7 +77,10 @@ fn engine_with(
     let tiers = tiers
         .into_iter()
         .map(|tier| LowerTier::new(tier, policy.clone()));
-    CacheEngine::with_tiers(config, Arc::new(arena.expect("memory")), tiers).expect("an engine")
+    let arena = Arc::new(arena.expect("memory"));
+    let mut context = EngineContext::new(arena).with_tiers(tiers);
+    context.runtime = runtime.cloned();
+    config.start(context).expect("an engine")
 }
 
 fn engine(chunks: u64, tiers: Vec<Arc<dyn Backend>>) -> CacheEngine {
@@ -346,7 +359,7 @@ fn where_no_prompt_waits_a_slow_tier_may_take_longer_than_its_timeout() {
     assert_eq!(found(&engine, 0..4).hits, 0);
     let hint = LocateHint::default().with_timeout(DEADLINE);
     let keys = keys(0..4);
-    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let runtime = runtime::Runtime::new().expect("a runtime");
     runtime.block_on(engine.host().promote(&keys, hint));
     assert_eq!(engine.usage().chunks, 4);
     assert_idle(&engine);
@@ -783,8 +796,7 @@ fn chunks_that_change_their_tier_are_read_with_permits_of_the_tier_that_they_are
     put(&*store, SPACE, 0..1);
     put(&*store, SPACE, 100..112);
     let tiers = vec![Arc::clone(&drive) as _, Arc::clone(&store) as _];
-    let engine = engine_with(64, tiers, |config, policy| {
-        config.runtime = Some(runtime.handle().clone());
+    let engine = engine_on(Some(runtime.handle()), 64, tiers, |config, policy| {
         config.promotion_timeout = 10 * DEADLINE;
         policy.write = WritePolicy::Back;
     });
@@ -881,9 +893,7 @@ fn an_engine_runs_on_the_runtime_that_it_is_given() {
         .expect("a runtime");
     let disk = Arc::new(MemoryBackend::default());
     put(&*disk, SPACE, 0..4);
-    let engine = engine_with(64, vec![disk], |config, _| {
-        config.runtime = Some(runtime.handle().clone());
-    });
+    let engine = engine_on(Some(runtime.handle()), 64, vec![disk], |_, _| {});
     let lookup = engine.lookup(request(&[RANK], 0..4));
     assert_eq!(runtime.block_on(lookup.wait()).hits, 4);
     write(&engine, SPACE, 0, 10..12);
@@ -924,7 +934,7 @@ fn what_a_peer_orders_is_promoted_after_a_clear_too() {
     });
     put(&*disk, name, 0..4);
     let keys: Vec<ChunkKey> = (0..4).map(|number| key(name, 0, number)).collect();
-    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let runtime = runtime::Runtime::new().expect("a runtime");
     let hint = LocateHint::default();
     runtime.block_on(engine.host().promote(&keys, hint));
     assert_eq!(engine.usage().chunks, 4);

@@ -7,8 +7,8 @@ use std::time::Instant;
 use lmc_backend::conformance::{Rng, test_hash};
 use lmc_backend::{Backend, Clears, MemoryBackend};
 use lmc_engine::{
-    CacheEngine, ClearLog, ClearsId, EngineConfig, EngineHost, InUse, LookupRequest, OwnerId, Rank,
-    StoreRequest, StoreStart, TenantId,
+    CacheEngine, ClearLog, ClearsId, EngineConfig, EngineContext, EngineHost, InUse, LookupRequest,
+    OwnerId, Rank, StoreRequest, StoreStart, TenantId,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -53,10 +53,11 @@ fn start(runtime: &Handle, log: &ClearLog, tiers: [Arc<dyn Backend>; 2]) -> Cach
     let mut config = EngineConfig::default();
     config.align = CHUNK as usize;
     config.shards = Some(1);
-    config.runtime = Some(runtime.clone());
-    config.host = Some(EngineHost::new(log.clone()));
     let arena = ArenaConfig::anonymous(1 << 16).build().expect("memory");
-    CacheEngine::with_tiers(config, Arc::new(arena), tiers).expect("an engine")
+    let mut context = EngineContext::new(Arc::new(arena)).with_tiers(tiers);
+    context.runtime = Some(runtime.clone());
+    context.host = EngineHost::new(log.clone());
+    config.start(context).expect("an engine")
 }
 
 impl Fleet {

@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use lmc_backend::{Backend, Host, HostChunk, Usage};
 use lmc_engine::{
-    CacheEngine, Change, ChunkEvent, Cleared, DRAM, EngineConfig, EngineHost, EventSink, InUse,
-    Inserted, Leases, LookupRequest, OwnerId, PolicyKind, Rank, StoreRequest, StoreStart,
-    StoreTicket, TenantId,
+    CacheEngine, Change, ChunkEvent, Cleared, DRAM, EngineConfig, EngineContext, EngineHost,
+    EventSink, InUse, Inserted, Leases, LookupRequest, OwnerId, PolicyKind, Rank, StoreRequest,
+    StoreStart, StoreTicket, TenantId,
 };
 use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -46,7 +46,9 @@ fn with(config: EngineConfig, chunks: usize, tiers: Vec<Arc<dyn Backend>>) -> Ca
             .build()
             .expect("memory"),
     );
-    CacheEngine::with_tiers(config, arena, tiers).expect("the settings are right")
+    config
+        .start(EngineContext::new(arena).with_tiers(tiers))
+        .expect("the settings are right")
 }
 
 fn key(number: u64) -> ChunkKey {
@@ -410,20 +412,20 @@ fn a_host_has_no_chunks_without_its_engine_and_serves_one_engine() {
     let host = EngineHost::default();
     assert_eq!(host.states(&[key(0)]), [HostChunk::Absent]);
     assert_eq!(host.usage(), Usage::default());
-    let config = || {
-        let mut config = config();
-        config.host = Some(host.clone());
-        config
+    let start = || {
+        let arena = ArenaConfig::anonymous(4 * CHUNK).build().expect("memory");
+        let mut context = EngineContext::new(Arc::new(arena));
+        context.host = host.clone();
+        config().start(context)
     };
     let begun = Arc::new(Begun::default());
     host.events().listen(Arc::clone(&begun) as _);
     assert!(!begun.0.load(Ordering::Relaxed));
-    let engine = with(config(), 4, Vec::new());
+    let engine = start().expect("the host's first engine");
     assert!(begun.0.load(Ordering::Relaxed), "all is to be listed again");
     write(&engine, &prompt(0..1));
     assert_eq!(host.states(&[key(0)]), [IN_DRAM]);
-    let arena = Arc::new(ArenaConfig::anonymous(4096).build().expect("memory"));
-    let second = CacheEngine::new(config(), arena).expect_err("it has an engine");
+    let second = start().expect_err("it has an engine");
     assert!(second.to_string().contains("another engine"), "{second}");
     assert_eq!(host.states(&[key(0)]), [IN_DRAM]);
     drop(engine);

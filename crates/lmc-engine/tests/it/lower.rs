@@ -11,9 +11,9 @@ use lmc_backend::conformance::{
 };
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{
-    Admission, CacheEngine, Cleared, EngineConfig, Host, InUse, Inserted, Leases, Lookup,
-    LookupRequest, LowerStatus, LowerTier, OwnerId, Rank, StoreRequest, StoreStart, StoreTicket,
-    TenantId, TierPolicy, WritePolicy,
+    Admission, CacheEngine, Cleared, EngineConfig, EngineContext, Host, InUse, Inserted, Leases,
+    Lookup, LookupRequest, LowerStatus, LowerTier, OwnerId, Rank, StoreRequest, StoreStart,
+    StoreTicket, TenantId, TierPolicy, WritePolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -42,7 +42,9 @@ fn engine_with(
     let arena = ArenaConfig::anonymous((chunks * CHUNK) as usize).build();
     let arena = Arc::new(arena.expect("memory"));
     let lower = LowerTier::new(lower, policy);
-    CacheEngine::with_tiers(config, arena, [lower]).expect("a valid configuration")
+    config
+        .start(EngineContext::new(arena).with_tiers([lower]))
+        .expect("a valid configuration")
 }
 
 fn engine(chunks: u64, lower: Arc<dyn Backend>) -> CacheEngine {

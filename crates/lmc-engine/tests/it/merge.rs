@@ -7,8 +7,9 @@ use std::thread;
 use lmc_backend::conformance::{Gated, Operation, fill_value, test_hash};
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{
-    CacheEngine, EngineConfig, Found, InUse, LeaseLimit, Lookup, LookupRequest, LowerTier, Merge,
-    OwnerId, Rank, StoreRequest, StoreStart, TenantId, TierPolicy, TierRun, WritePolicy,
+    CacheEngine, EngineConfig, EngineContext, Found, InUse, LeaseLimit, Lookup, LookupRequest,
+    LowerTier, Merge, OwnerId, Rank, StoreRequest, StoreStart, TenantId, TierPolicy, TierRun,
+    WritePolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -47,7 +48,9 @@ fn engine_on(chunks: u64, lower: Arc<dyn Backend>) -> CacheEngine {
     policy.write_queue_bytes = Some(chunks * CHUNK);
     let arena = ArenaConfig::anonymous((chunks * CHUNK) as usize).build();
     let lower = LowerTier::new(lower, policy);
-    CacheEngine::with_tiers(config, Arc::new(arena.expect("memory")), [lower]).expect("an engine")
+    config
+        .start(EngineContext::new(Arc::new(arena.expect("memory"))).with_tiers([lower]))
+        .expect("an engine")
 }
 
 fn bytes(key: &ChunkKey, len: u64) -> Vec<u8> {

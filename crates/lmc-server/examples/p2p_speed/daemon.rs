@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use lmc_backend::Backend;
 use lmc_backend::conformance::test_key;
 use lmc_backend_p2p::{NodeConfig, P2pBackend, P2pConfig, new_peer_id};
-use lmc_engine::{CacheEngine, EngineConfig, EngineHost};
+use lmc_engine::{CacheEngine, EngineConfig, EngineContext};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{Arena, ArenaConfig, Demand, Prefault};
 use lmc_transfer::{Address, ChannelConfig, Key, PeerId, SocketConfig, TransferChannel};
@@ -139,15 +139,14 @@ impl Daemon {
         let node = NodeConfig::new(name, "", pool as u64);
         let mut tier = P2pConfig::new(node, channel);
         tier.peers = peers;
-        let mut config = EngineConfig::default();
-        let host = EngineHost::default();
-        config.host = Some(host.clone());
-        let tier = P2pBackend::start(tier, Arc::new(host), runtime.handle().clone())?;
+        let mut context = EngineContext::new(Arc::clone(&memory));
+        let host = Arc::new(context.host.clone());
+        let tier = tier.start(host, runtime.handle().clone())?;
         let address = tier.address().to_string();
-        config.runtime = Some(runtime.handle().clone());
+        context.runtime = Some(runtime.handle().clone());
         let tier = Arc::new(tier);
-        let tiers: Vec<Arc<dyn Backend>> = vec![Arc::clone(&tier) as Arc<dyn Backend>];
-        let engine = CacheEngine::with_tiers(config, Arc::clone(&memory), tiers)?;
+        let engine = context.with_tiers([Arc::clone(&tier) as Arc<dyn Backend>]);
+        let engine = EngineConfig::default().start(engine)?;
         Ok(Self {
             engine,
             memory,

@@ -5,11 +5,11 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
-use lmc_engine::{CacheEngine, EngineConfig};
+use lmc_engine::{EngineConfig, EngineContext};
 use lmc_key::{ChunkHasher, HashAlgorithm};
 use lmc_memory::ArenaConfig;
 use lmc_testkit::DEADLINE;
-use lmc_vllm_adapter::{Client, Service, ServiceConfig, ZmqConfig, ZmqServer};
+use lmc_vllm_adapter::{Client, Service, ServiceConfig, ZmqConfig};
 use serde_json::Value;
 use tokio::net::TcpListener;
 use tokio::runtime::Runtime;
@@ -44,9 +44,11 @@ impl Server {
         ];
         let loaded = ServeConfig::load(given, [], None).expect("a good configuration");
         let arena = ArenaConfig::anonymous(1 << 20).build().expect("an arena");
-        let engine = CacheEngine::new(EngineConfig::default(), arena.into()).expect("an engine");
+        let engine = EngineConfig::default()
+            .start(EngineContext::new(arena.into()))
+            .expect("an engine");
         let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 256).expect("a hasher");
-        let service = Service::new(ServiceConfig::new(hasher), engine).expect("a service");
+        let service = ServiceConfig::new(hasher).start(engine).expect("a service");
         let (stop, stopped) = watch::channel(false);
         let (stopping, is_stopping) = watch::channel(false);
         let (stop_engines, engines_stopped) = watch::channel(false);
@@ -60,9 +62,7 @@ impl Server {
                 port: 0,
                 ..ZmqConfig::default()
             };
-            let server = ZmqServer::bind(config, service.clone())
-                .await
-                .expect("a port");
+            let server = config.bind(service.clone()).await.expect("a port");
             let engines = server.local_addr();
             tokio::spawn(server.run(engines_stopped));
             let socket = TcpListener::bind("127.0.0.1:0").await.expect("a port");

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use anyhow::{Result, anyhow, bail};
 use clap::{Args, Subcommand};
-use lmc_backend::{Backend, Cursor, Listed, LoadItem, Loaded, WriteBackend, in_order};
+use lmc_backend::{Backend, Cursor, Listed, LoadItem, Loaded, NoEngine, WriteBackend, in_order};
 use lmc_backend_disk::{
     DiskBackend, DiskConfig, DriveStatus, FORMAT_VERSION, SetMember, SpaceUsage,
 };
@@ -74,7 +74,7 @@ pub(super) fn run(verb: &Verb) -> Result<()> {
     | Verb::Verify(on)
     | Verb::Compact { on, .. }
     | Verb::Forget { on, .. }) = verb;
-    let tier = DiskConfig::existing(&on.path).and_then(|config| config.open());
+    let tier = DiskConfig::existing(&on.path).and_then(|config| config.open(&NoEngine::default()));
     // The error's text already names the cause.
     let tier = tier.map_err(|error| anyhow!("{error}"))?;
     let answer = match verb {

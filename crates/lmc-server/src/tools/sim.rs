@@ -266,7 +266,9 @@ fn play(prompts: &[&[u64]], policy: PolicyKind, blocks: usize) -> Result<usize> 
     let config = PoolConfig::default().with_align(BLOCK as usize);
     let surplus = arena.len() as u64 / BLOCK - blocks as u64;
     let pool = Pool::new(Arc::new(arena), config)?;
-    let tier = LocalConfig::new(pool).with_policy(policy).build()?;
+    let tier = LocalConfig::default()
+        .with_policy(policy)
+        .build(pool, None)?;
     // Memory comes in whole pages: the surplus is held by writes that are never committed.
     let held = (0..surplus).map(|number| {
         let key = key(u64::MAX - number);

@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lmc_backend::conformance::{block_on, check_value, fill_value, store_batch, test_hash};
-use lmc_backend::{StoreItem, Stored};
+use lmc_backend::{NoEngine, StoreItem, Stored};
+use lmc_backend_remote::RemoteConfig;
 use lmc_backend_remote::conformance::MemoryStore;
-use lmc_backend_remote::{RemoteConfig, RemoteTier};
 use lmc_engine::{
-    CacheEngine, EngineConfig, Found, LookupRequest, LowerTier, OwnerId, Rank, TierPolicy,
+    EngineConfig, EngineContext, Found, LookupRequest, LowerTier, OwnerId, Rank, TierPolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -55,12 +55,8 @@ fn the_first_chunks_are_usable_while_the_store_holds_the_last_one_back() {
         .build()
         .expect("a runtime");
     let store = Arc::new(MemoryStore::default());
-    let tier = RemoteTier::start(
-        RemoteConfig::default(),
-        store.clone(),
-        Arc::default(),
-        runtime.handle().clone(),
-    );
+    let (host, on) = (Arc::new(NoEngine::default()), runtime.handle().clone());
+    let tier = RemoteConfig::default().start(store.clone(), host, on);
     let tier = Arc::new(tier);
     assert!(block_on(tier.ready(soon())), "the store answers");
     let memory = pool(1 << 20);
@@ -79,7 +75,8 @@ fn the_first_chunks_are_usable_while_the_store_holds_the_last_one_back() {
     let mut config = EngineConfig::default();
     config.promotion_timeout = Duration::from_secs(60);
     let lower = LowerTier::new(tier, policy);
-    let engine = CacheEngine::with_tiers(config, Arc::new(arena.expect("memory")), [lower]);
+    let engine =
+        config.start(EngineContext::new(Arc::new(arena.expect("memory"))).with_tiers([lower]));
     let engine = engine.expect("an engine");
 
     let gate = Arc::new(Semaphore::new(CHUNKS as usize - 1));

@@ -11,7 +11,8 @@ use lmc_backend::{
 };
 use lmc_backend_p2p::{NodeConfig, P2pBackend, P2pConfig, new_peer_id};
 use lmc_engine::{
-    CacheEngine, EngineConfig, EngineHost, Inserted, OwnerId, StoreRequest, StoreStart, TenantId,
+    CacheEngine, EngineConfig, EngineContext, EngineHost, Inserted, OwnerId, StoreRequest,
+    StoreStart, TenantId,
 };
 use lmc_key::ChunkKey;
 use lmc_memory::{Arena, ArenaConfig};
@@ -39,7 +40,9 @@ impl Daemon {
         config.peers = peers;
         let host = EngineHost::default();
         let handle = runtime.handle().clone();
-        let tier = P2pBackend::start(config, Arc::new(host.clone()), handle).expect("a tier");
+        let tier = config
+            .start(Arc::new(host.clone()), handle)
+            .expect("a tier");
         Self { host, tier }
     }
 
@@ -192,9 +195,9 @@ fn peers_pass_the_kit() {
         let arena = Arc::new(ArenaConfig::anonymous(POOL).build().expect("memory"));
         let daemon = Daemon::start("owner", &arena, Vec::new(), &runtime);
         let address = daemon.address();
-        let mut config = EngineConfig::default();
-        config.host = Some(daemon.host.clone());
-        let engine = CacheEngine::new(config, arena).expect("an engine");
+        let mut context = EngineContext::new(arena);
+        context.host = daemon.host.clone();
+        let engine = EngineConfig::default().start(context).expect("an engine");
         let owner = Owner {
             engine,
             _daemon: daemon,

@@ -14,9 +14,9 @@ use lmc_backend::{Clears, StartId, in_order};
 use lmc_backend_remote::format::{
     ChunkFolder, ClearsRecord, Generation, Header, Name, Scope, SpaceRecord, ValueName, probe,
 };
-use lmc_backend_remote::redis::{RedisConfig, RedisStore};
-use lmc_backend_remote::s3::{S3Config, S3Store};
-use lmc_backend_remote::{FileConfig, FileStore, Put, PutItem, PutMode, Store};
+use lmc_backend_remote::redis::RedisConfig;
+use lmc_backend_remote::s3::S3Config;
+use lmc_backend_remote::{FileConfig, Put, PutItem, PutMode, Store};
 use lmc_key::{
     ChunkHash, ChunkKey, ClearsId, HashAlgorithm, IdentityText, KeySpace, LayoutFingerprint,
     SpaceId,
@@ -83,7 +83,9 @@ fn keys(space: SpaceId, count: u8) -> Vec<ValueName> {
 
 impl Rig {
     fn over(folder: &Folder) -> Self {
-        let store = FileStore::new(FileConfig::new(folder.to_path_buf())).expect("a store");
+        let store = FileConfig::new(folder.to_path_buf())
+            .open()
+            .expect("a store");
         Self {
             store: Arc::new(store),
             runtime: runtime(),
@@ -96,7 +98,7 @@ impl Rig {
         let url = format!("redis://127.0.0.1:{port}");
         let config = RedisConfig::new(url.parse().expect("a URL"));
         Self {
-            store: Arc::new(RedisStore::new(config).expect("a store")),
+            store: Arc::new(config.open().expect("a store")),
             runtime: runtime(),
             url,
             variables: Vec::new(),
@@ -109,7 +111,7 @@ impl Rig {
         let owned = |(name, value): &(&str, String)| ((*name).to_owned(), value.clone());
         let config = S3Config::new(url.parse().expect("a URL"), variables.iter().map(owned));
         Self {
-            store: Arc::new(S3Store::new(config.expect("settings")).expect("a store")),
+            store: Arc::new(config.expect("settings").open().expect("a store")),
             runtime: runtime(),
             url,
             variables,

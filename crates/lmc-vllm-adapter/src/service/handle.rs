@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use lmc_engine::{CacheEngine, HostSpace, InUse, SpaceBook, TenantId};
-use lmc_key::{LayoutFingerprint, SpaceId};
+use lmc_key::{KeySpace, LayoutFingerprint, SpaceId};
 use lmc_memory::CopyPool;
 use tokio::sync::watch;
 
@@ -78,6 +78,10 @@ impl SpaceBook for WeakService {
         spaces.into_iter().map(described).collect()
     }
 
+    fn describe(&self, space: SpaceId) -> Option<KeySpace> {
+        self.upgrade()?.describe_space(space)
+    }
+
     fn is_used(&self, space: SpaceId) -> bool {
         let service = self.upgrade();
         service.is_some_and(|service| service.0.context.spaces.description(space).is_some())
@@ -119,16 +123,16 @@ impl fmt::Debug for Parts {
     }
 }
 
-impl Service {
+impl ServiceConfig {
     /// Starts a service on an engine.
     ///
     /// # Errors
     /// [`ServiceError`] when a thread cannot be started.
-    pub fn new(config: ServiceConfig, engine: CacheEngine) -> Result<Self, ServiceError> {
-        let pool = CopyPool::new(config.copy_threads)?;
-        let copy_threads = JobThreads::start("lmc-copy-job", config.transfer_threads)?;
+    pub fn start(self, engine: CacheEngine) -> Result<Service, ServiceError> {
+        let pool = CopyPool::new(self.copy_threads)?;
+        let copy_threads = JobThreads::start("lmc-copy-job", self.transfer_threads)?;
         let clears = Arc::new(JobThreads::start("lmc-clear", 1)?);
-        let context = Arc::new(Context::new(config, engine));
+        let context = Arc::new(Context::new(self, engine));
         let connections = Arc::new(Connections::default());
         let registry = Arc::new(Registry::new(
             Arc::clone(&context),
@@ -148,7 +152,7 @@ impl Service {
             Arc::clone(&transfers),
             pool,
         ));
-        let service = Self(Arc::new(Parts {
+        let service = Service(Arc::new(Parts {
             context,
             connections,
             registry,
@@ -163,7 +167,9 @@ impl Service {
         host.set_book(Arc::new(service.downgrade()));
         Ok(service)
     }
+}
 
+impl Service {
     /// Returns a handle that does not keep the service alive.
     pub fn downgrade(&self) -> WeakService {
         WeakService(Arc::downgrade(&self.0))
@@ -545,7 +551,7 @@ impl Service {
     }
 
     /// Returns the fields of a space; `None` if no engine has named it since the start.
-    pub fn describe_space(&self, space: SpaceId) -> Option<lmc_key::KeySpace> {
+    pub fn describe_space(&self, space: SpaceId) -> Option<KeySpace> {
         self.0.context.spaces.description(space)
     }
 

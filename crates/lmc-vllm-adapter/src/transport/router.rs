@@ -46,40 +46,40 @@ pub struct ZmqServer {
     service: Service,
 }
 
-impl ZmqServer {
-    /// Opens the sockets. Clients can connect from now on; [`Self::run`] serves them.
+impl ZmqConfig {
+    /// Opens the sockets. Clients can connect from now on; [`ZmqServer::run`] serves them.
     ///
     /// # Errors
     /// [`BindError`] when an address is taken or cannot be resolved.
-    pub async fn bind(config: ZmqConfig, service: Service) -> Result<Self, BindError> {
+    pub async fn bind(self, service: Service) -> Result<ZmqServer, BindError> {
         let failed = |source: io::Error| BindError {
-            address: format!("tcp://{}:{}", config.host, config.port),
+            address: format!("tcp://{}:{}", self.host, self.port),
             source: source.into(),
         };
-        let listener = TcpListener::bind((config.host.as_str(), config.port))
+        let listener = TcpListener::bind((self.host.as_str(), self.port))
             .await
             .map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let ipc = config.ipc_path.as_deref().map(|path| {
-            IpcListener::bind(path, config.trusted_users.socket_mode()).map_err(|source| {
-                BindError {
-                    address: format!("ipc://{}", path.display()),
-                    source: source.into(),
-                }
+        let ipc = self.ipc_path.as_deref().map(|path| {
+            IpcListener::bind(path, self.trusted_users.socket_mode()).map_err(|source| BindError {
+                address: format!("ipc://{}", path.display()),
+                source: source.into(),
             })
         });
         let ipc = ipc.transpose()?;
         // A request may arrive before the timer's first tick.
         service.beat(Instant::now());
-        Ok(Self {
+        Ok(ZmqServer {
             listener,
             ipc,
             address,
-            config,
+            config: self,
             service,
         })
     }
+}
 
+impl ZmqServer {
     /// Returns the address of the TCP socket.
     pub fn local_addr(&self) -> SocketAddr {
         self.address

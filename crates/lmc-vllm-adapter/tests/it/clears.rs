@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use lmc_backend::{Clears, StartId};
-use lmc_engine::{EngineConfig, EngineHost};
+use lmc_engine::EngineHost;
 use lmc_vllm_adapter::{Client, Reply, Request};
 
 use crate::common::{Answer, CHUNK, Server, Worker, end_session, lookup, prompt};
@@ -100,15 +100,13 @@ fn a_request_that_was_not_looked_up_is_not_stored_for_a_while_after_a_clear() {
     assert_eq!(worker.store(&late), 0);
     server.assert_idle();
     // A server that starts with clears: the one before it may have looked the request up.
-    let mut config = EngineConfig::default();
     let host = EngineHost::default();
     let mut before = Clears::default();
     before
         .count(StartId::new([1; 16]))
         .expect("the first clear");
     host.clear_log().learn(&before, "its file").expect("few");
-    config.host = Some(host);
-    let server = Server::with_engine(config, Vec::new(), 1 << 20, |_| {}, |_| {});
+    let server = Server::with_host(host, Vec::new());
     let mut worker = Worker::register(&server, 1);
     assert_eq!(worker.store(&key), 0);
     assert_eq!(worker.client.answer(&FORCE), Reply::None);

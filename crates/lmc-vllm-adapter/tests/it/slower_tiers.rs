@@ -422,16 +422,15 @@ impl WriteBackend for Clearing {
 
 #[test]
 fn what_is_promoted_for_a_request_of_before_a_clear_is_not_reported() {
-    let mut config = EngineConfig::default();
     let log = ClearLog::default();
-    config.host = Some(EngineHost::new(log.clone()));
+    let host = EngineHost::new(log.clone());
     let start = StartId::random().expect("random numbers");
     let tier = Arc::new(Clearing {
         inner: MemoryBackend::shared(),
         log,
         heard: Clears::from_entries([(start, 1)]).expect("one clear"),
     });
-    let server = Server::with_engine(config, vec![tier], 1 << 20, |_| {}, |_| {});
+    let server = Server::with_host(host, vec![tier]);
     let mut worker = Worker::register(&server, 1);
     let mut scheduler = server.client();
     let tokens = prompt(9, 2 * CHUNK);

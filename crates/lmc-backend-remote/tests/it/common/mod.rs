@@ -10,7 +10,9 @@ use lmc_backend::conformance::{
     Conformance, Guarantee, block_on, check_value, fill_value, lens_of, load_batch, store_batch,
     test_key,
 };
-use lmc_backend::{Backend, BackendError, Clears, Health, LoadItem, Loaded, StoreItem, Stored};
+use lmc_backend::{
+    Backend, BackendError, Clears, Health, LoadItem, Loaded, NoEngine, StoreItem, Stored,
+};
 use lmc_backend_remote::conformance::{FaultyStore, StoreFaults};
 use lmc_backend_remote::format::{ChunkFolder, ClearsRecord, Generation, Name, Scope};
 use lmc_backend_remote::{ListedObject, RemoteConfig, RemoteTier, Store, read_clears};
@@ -72,7 +74,11 @@ pub(crate) fn passes_the_lossy_kit(store: Arc<dyn Store>, seed: u64) {
     let mut config = RemoteConfig::default();
     config.probe_pause = (Duration::from_millis(1), Duration::from_millis(5));
     let runtime = runtime();
-    let tier = RemoteTier::start(config, store, Arc::default(), runtime.handle().clone());
+    let tier = config.start(
+        store,
+        Arc::new(NoEngine::default()),
+        runtime.handle().clone(),
+    );
     wait_until_used(&tier);
     let kit = Conformance::new(Guarantee::Lossy).with_operations(300);
     let tally = kit.run(&tier);
@@ -105,10 +111,9 @@ impl<S: Store> Rig<S> {
         config.absent_ttl = Duration::ZERO;
         change(&mut config);
         let runtime = runtime();
-        let tier = RemoteTier::start(
-            config,
+        let tier = config.start(
             store.clone(),
-            Arc::default(),
+            Arc::new(NoEngine::default()),
             runtime.handle().clone(),
         );
         Self {

@@ -44,7 +44,7 @@ fn far_away(questions: usize) -> u16 {
 fn many_small_values_are_on_the_way_at_a_time() {
     let port = far_away(20);
     let config = RedisConfig::new(format!("redis://127.0.0.1:{port}").parse().unwrap());
-    let store = RedisStore::new(config).unwrap();
+    let store = config.open().unwrap();
     let folder = ChunkFolder {
         generation: Generation::new([1; 8]),
         clears: ClearsId::NONE,

@@ -109,7 +109,9 @@ fn a_found_chunk_that_fails_to_load_is_read_from_the_next_tier_that_has_it() {
             config.promotion_timeout = DEADLINE;
             let arena = ArenaConfig::anonymous((64 * CHUNK) as usize).build();
             let arena = Arc::new(arena.expect("memory"));
-            let engine = CacheEngine::with_tiers(config, arena, tiers).expect("an engine");
+            let engine = config
+                .start(EngineContext::new(arena).with_tiers(tiers))
+                .expect("an engine");
             assert_eq!(found(&engine, 0..8).hits, 8);
             // An index in this process is asked before any other tier.
             assert_eq!(status(&engine, 0).promote_failed > 0, has_index);

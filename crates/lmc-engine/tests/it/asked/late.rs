@@ -60,12 +60,16 @@ fn paused(tiers: [Arc<dyn Backend>; 2]) -> (CacheEngine, Runtime) {
     let mut builder = Builder::new_current_thread();
     let runtime = builder.enable_time().start_paused(true).build();
     let runtime = runtime.expect("a runtime");
-    let engine = engine_with(64, tiers.into(), |config, policy| {
-        config.runtime = Some(runtime.handle().clone());
-        config.promotion_timeout = TIMEOUT;
-        policy.locate_timeout = TIMEOUT;
-        policy.write = WritePolicy::Back;
-    });
+    let engine = engine_on(
+        Some(runtime.handle()),
+        64,
+        tiers.into(),
+        |config, policy| {
+            config.promotion_timeout = TIMEOUT;
+            policy.locate_timeout = TIMEOUT;
+            policy.write = WritePolicy::Back;
+        },
+    );
     (engine, runtime)
 }
 

@@ -198,8 +198,8 @@ async fn schedule(seed: u64, mut rng: Rng) -> Tally {
     let faults = if is_clean { Faults::default() } else { faults };
     let source = Source::new(seed, faults);
     let pool = [3, 64, 64, 64][rng.below(4) as usize];
-    let engine = engine_with(pool, vec![Arc::clone(&source) as _], |config, policy| {
-        config.runtime = Some(tokio::runtime::Handle::current());
+    let (on, tiers) = (runtime::Handle::current(), vec![Arc::clone(&source) as _]);
+    let engine = engine_on(Some(&on), pool, tiers, |config, policy| {
         config.pending_timeout = Duration::from_millis(100);
         config.promotion_timeout = READ;
         policy.locate_timeout = ANSWER;

@@ -86,17 +86,19 @@ impl Prefill {
 
     /// Runs everything on this runtime, so on its clock.
     fn on(runtime: &Runtime) -> Self {
-        Self::with(None, |config| {
-            config.runtime = Some(runtime.handle().clone())
-        })
+        Self::with(Some(runtime.handle()), None, |_| {})
     }
 
     /// `pending` is the time to wait for chunks that are being written.
     fn beside(other: Option<Arc<Scripted>>, pending: Duration) -> Self {
-        Self::with(other, |config| config.pending_timeout = pending)
+        Self::with(None, other, |config| config.pending_timeout = pending)
     }
 
-    fn with(other: Option<Arc<Scripted>>, change: impl FnOnce(&mut EngineConfig)) -> Self {
+    fn with(
+        runtime: Option<&runtime::Handle>,
+        other: Option<Arc<Scripted>>,
+        change: impl FnOnce(&mut EngineConfig),
+    ) -> Self {
         let source = Arc::new(Computing {
             inner: MemoryBackend::shared(),
             is_connected: AtomicBool::new(true),
@@ -105,7 +107,7 @@ impl Prefill {
         });
         let mut tiers: Vec<Arc<dyn Backend>> = vec![Arc::clone(&source) as _];
         tiers.extend(other.map(|other| other as Arc<dyn Backend>));
-        let engine = engine_with(64, tiers, |config, _| change(config));
+        let engine = engine_on(runtime, 64, tiers, |config, _| change(config));
         Self { source, engine }
     }
 

@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
-use lmc_engine::{CacheEngine, EngineConfig, OwnerId, StoreRequest, StoreStart, TenantId};
+use lmc_engine::{
+    CacheEngine, EngineConfig, EngineContext, OwnerId, StoreRequest, StoreStart, TenantId,
+};
 use lmc_key::{ChunkHash, ChunkKey};
 use lmc_memory::ArenaConfig;
 use lmc_testkit::rounds;
@@ -118,7 +120,9 @@ fn key(rank: u16, chunk: usize) -> ChunkKey {
 fn engine() -> &'static CacheEngine {
     static ENGINE: LazyLock<CacheEngine> = LazyLock::new(|| {
         let arena = ArenaConfig::anonymous(1 << 20).build().expect("memory");
-        let engine = CacheEngine::new(EngineConfig::default(), Arc::new(arena)).expect("an engine");
+        let engine = EngineConfig::default()
+            .start(EngineContext::new(Arc::new(arena)))
+            .expect("an engine");
         for rank in 0..RANKS {
             for chunk in 0..CHUNKS {
                 let request = StoreRequest {

@@ -12,12 +12,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use lmc_backend::Backend;
-use lmc_engine::{CacheEngine, EngineConfig};
+use lmc_engine::{EngineConfig, EngineContext, EngineHost};
 use lmc_key::{ChunkHasher, HashAlgorithm};
 use lmc_memory::ArenaConfig;
 use lmc_vllm_adapter::{
     CacheKey, Client, EngineDrivenContext, Reply, Request, Service, ServiceConfig, ServiceStatus,
-    SlotDescriptor, UnknownFields, ZmqConfig, ZmqServer,
+    SlotDescriptor, UnknownFields, ZmqConfig,
 };
 use tokio::sync::watch;
 
@@ -37,6 +37,12 @@ pub(crate) struct Server {
     pub(crate) pool_bytes: u64,
     stop: watch::Sender<bool>,
     thread: Option<std::thread::JoinHandle<()>>,
+}
+
+fn shared_arena(bytes: usize) -> ArenaConfig {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    ArenaConfig::shared(&format!("lmc_test_{}_{number}", std::process::id()), bytes)
 }
 
 impl Server {
@@ -71,24 +77,33 @@ impl Server {
         service: impl FnOnce(&mut ServiceConfig),
         zmq: impl FnOnce(&mut ZmqConfig),
     ) -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let shm_name = format!("lmc_test_{}_{number}", std::process::id());
-        let arena = ArenaConfig::shared(&shm_name, pool_bytes);
-        Self::with_arena(arena, engine, lower, service, zmq)
+        let (arena, host) = (shared_arena(pool_bytes), EngineHost::default());
+        Self::with_arena(arena, engine, (host, lower), service, zmq)
+    }
+
+    /// A server with a pool of 1 MiB, whose engine has this host.
+    pub(crate) fn with_host(host: EngineHost, lower: Vec<Arc<dyn Backend>>) -> Self {
+        let (arena, engine) = (shared_arena(1 << 20), EngineConfig::default());
+        Self::with_arena(arena, engine, (host, lower), |_| {}, |_| {})
     }
 
     /// A server whose pool has no name and is sealed, at a Unix socket.
     pub(crate) fn sealed(socket: &Path) -> Self {
         let arena = ArenaConfig::sealed(1 << 20);
         let zmq = |zmq: &mut ZmqConfig| zmq.ipc_path = Some(socket.to_owned());
-        Self::with_arena(arena, EngineConfig::default(), Vec::new(), |_| {}, zmq)
+        Self::with_arena(
+            arena,
+            EngineConfig::default(),
+            Default::default(),
+            |_| {},
+            zmq,
+        )
     }
 
     fn with_arena(
         arena: ArenaConfig,
         engine: EngineConfig,
-        lower: Vec<Arc<dyn Backend>>,
+        (host, lower): (EngineHost, Vec<Arc<dyn Backend>>),
         service: impl FnOnce(&mut ServiceConfig),
         zmq: impl FnOnce(&mut ZmqConfig),
     ) -> Self {
@@ -101,9 +116,10 @@ impl Server {
         // Tests of the grace time set their own.
         config.slot_grace = Duration::from_millis(200);
         service(&mut config);
-        let engine = CacheEngine::with_tiers(engine, Arc::new(arena), lower);
-        let engine = engine.expect("an engine");
-        let service = Service::new(config, engine).expect("threads");
+        let mut context = EngineContext::new(Arc::new(arena)).with_tiers(lower);
+        context.host = host;
+        let engine = engine.start(context).expect("an engine");
+        let service = config.start(engine).expect("threads");
         let mut config = ZmqConfig {
             port: 0,
             ..ZmqConfig::default()
@@ -119,7 +135,7 @@ impl Server {
         let for_server = service.clone();
         let thread = std::thread::spawn(move || {
             runtime.block_on(async move {
-                let server = ZmqServer::bind(config, for_server).await.expect("a port");
+                let server = config.bind(for_server).await.expect("a port");
                 ready.send(server.local_addr()).expect("the test waits");
                 server.run(stopped).await;
             });
