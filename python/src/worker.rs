@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use lmc_vllm_adapter::adapters::{
-    self, EngineDescription, EngineStream, KvLayers, LayerGroup, LayerTensor,
+    self, EngineDescription, EngineStream, KvLayers, KvOrder, LayerGroup, LayerTensor,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -139,9 +139,9 @@ impl WorkerAdapter {
         tokens_per_block: u32,
         gpu: Option<String>,
     ) -> PyResult<()> {
-        let tokens_first = match layout {
-            "NHD" => true,
-            "HND" => false,
+        let order = match layout {
+            "NHD" => KvOrder::TokensFirst,
+            "HND" => KvOrder::HeadsFirst,
             other => {
                 let text = format!("layout must be NHD or HND, found {other:?}");
                 return Err(PyValueError::new_err(text));
@@ -160,7 +160,7 @@ impl WorkerAdapter {
         let groups = groups.into_iter().map(group).collect();
         // SAFETY: the caller keeps the tensors until `shutdown` has returned, as the method's text
         // demands; their memory is the engine's, to which no Rust code has a reference.
-        let mut layers = unsafe { KvLayers::new(groups, tokens_first, tokens_per_block) };
+        let mut layers = unsafe { KvLayers::new(groups, order, tokens_per_block) };
         if let Some(uuid) = gpu {
             layers = layers.on_gpu(uuid);
         }

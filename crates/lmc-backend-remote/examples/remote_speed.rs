@@ -239,7 +239,7 @@ async fn bare_s3(
     slots: &[SealedSlot],
 ) -> Result<Figures> {
     let config = S3Config::new(url.parse()?, env::vars())?;
-    let client = config.client(Connector::new(true)?)?;
+    let client = config.client(Connector::new(&config)?)?;
     let name = |key: &ChunkKey| Key::from(format!("bare/{}", PROBE_FOLDER.value(*key)));
     let put = async |n: usize| -> Result<()> {
         let bytes = Bytes::from_owner(slots[n].clone());

@@ -122,17 +122,17 @@ impl MemoryStore {
     }
 
     /// Makes every operation last until its deadline, or ends that.
-    pub fn stall(&self, is_stalled: bool) {
+    pub fn set_stalled(&self, is_stalled: bool) {
         self.is_stalled.store(is_stalled, Ordering::SeqCst);
     }
 
     /// Makes every operation fail at once, or ends that.
-    pub fn fail(&self, is_down: bool) {
+    pub fn set_down(&self, is_down: bool) {
         self.is_down.store(is_down, Ordering::SeqCst);
     }
 
     /// Makes every touch last until its deadline, or ends that.
-    pub fn stall_touches(&self, is_stalled: bool) {
+    pub fn set_touches_stalled(&self, is_stalled: bool) {
         self.stalls_touches.store(is_stalled, Ordering::SeqCst);
     }
 
@@ -479,7 +479,7 @@ impl Store for MemoryStore {
     }
 
     fn close(&self, _deadline: Instant) -> BoxFuture<'_, ()> {
-        self.fail(true);
+        self.set_down(true);
         Box::pin(std::future::ready(()))
     }
 }

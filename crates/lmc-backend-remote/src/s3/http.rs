@@ -24,6 +24,7 @@ use object_store::client::{
 use tokio_rustls::rustls::ClientConfig;
 
 use crate::clock::StoreClock;
+use crate::s3::S3Config;
 use crate::store::StoreError;
 use crate::tls;
 
@@ -54,13 +55,14 @@ impl fmt::Debug for Connector {
 }
 
 impl Connector {
-    /// Makes a connector that trusts the system's certificates, or those in `SSL_CERT_FILE`.
+    /// Makes a connector for these settings. For HTTPS it trusts the system's certificates, or those in
+    /// `SSL_CERT_FILE`.
     ///
     /// # Errors
-    /// [`StoreError::Unavailable`] if there are none, unless `is_plain_http`.
-    pub fn new(is_plain_http: bool) -> Result<Self, StoreError> {
+    /// [`StoreError::Unavailable`] if HTTPS is needed and there are no certificates.
+    pub fn new(config: &S3Config) -> Result<Self, StoreError> {
         Ok(Self {
-            tls: tls::config(!is_plain_http)?,
+            tls: tls::config(!config.access.is_plain_http())?,
             clock: Arc::default(),
         })
     }

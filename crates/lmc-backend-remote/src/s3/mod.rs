@@ -157,7 +157,7 @@ impl S3Config {
     /// [`StoreError::Unavailable`] if the settings contradict each other, or if TLS is needed and no
     /// certificate is trusted on this host.
     pub fn open(self) -> Result<S3Store, StoreError> {
-        let connector = Connector::new(self.access.is_plain_http())?;
+        let connector = Connector::new(&self)?;
         let values = self.values_at_once.max(1);
         Ok(S3Store {
             clock: Arc::clone(connector.clock()),

@@ -449,7 +449,7 @@ fn chunks_of_a_store_that_lost_its_clears_are_not_found_any_more() {
         }
         let before = rig.object().unwrap().generation;
         block_on(rig.tier.close(soon())).unwrap();
-        rig.store.fail(false);
+        rig.store.set_down(false);
         rig.store.set_bytes(Name::Clears, damaged.clone());
         let clock = Arc::default();
         let late = Rig::at(rig.store.clone(), polling_by(&clock), Clears::default());
@@ -553,10 +553,10 @@ fn clears_that_were_rolled_back_or_that_two_daemons_wrote_at_once_are_all_kept()
 fn a_store_that_was_cut_off_learns_of_a_clear_when_it_is_back() {
     let rig = Rig::over(Arc::default(), polling());
     rig.store(test_key(1)).unwrap();
-    rig.store.fail(true);
+    rig.store.set_down(true);
     assert!(clear_all(&rig.tier, soon()).is_err());
     assert_eq!(rig.tier.clears().total(), 1);
-    rig.store.fail(false);
+    rig.store.set_down(false);
     until("the clear is in the store", || {
         rig.object().unwrap().clears == *rig.tier.clears()
     });
@@ -661,9 +661,9 @@ fn a_deletion_takes_what_no_daemon_asks_for_and_leaves_what_it_does_not_know() {
         .set_bytes(Name::Map(unknown.folder()), Some(unknown.encode()));
     rig.store
         .set_bytes(Name::Map(unmapped), Some(first.encode()));
-    rig.store.fail(true);
+    rig.store.set_down(true);
     assert!(delete().0.is_err());
-    rig.store.fail(false);
+    rig.store.set_down(false);
     until("the store is in use", || rig.tier.health() == Health::Ready);
     let (done, seen) = delete();
     assert!(
@@ -692,7 +692,7 @@ fn a_store_that_fails_is_taken_out_and_taken_back() {
     let key = test_key(1);
     rig.store(key).unwrap();
     let located = || lens_of(&rig.tier, &[key], soon()).pop().unwrap();
-    rig.store.fail(true);
+    rig.store.set_down(true);
     until("the store is out", || {
         assert!(matches!(located(), Err(BackendError::Unavailable(_))));
         matches!(rig.tier.health(), Health::Down { .. })
@@ -700,7 +700,7 @@ fn a_store_that_fails_is_taken_out_and_taken_back() {
     assert_eq!(rig.taken_out(), [1, 0, 0]);
     assert!(matches!(rig.load(key), Loaded::Failed { .. }));
     assert!(matches!(rig.store(key), Err(BackendError::Unavailable(_))));
-    rig.store.fail(false);
+    rig.store.set_down(false);
     until("a store without requests is not called faulty", || {
         rig.tier.health() == Health::Ready
     });
@@ -715,7 +715,7 @@ fn a_store_that_hangs_is_taken_out_and_holds_no_caller() {
     let rig = Rig::over(Arc::default(), config);
     let key = test_key(1);
     rig.store(key).unwrap();
-    rig.store.stall(true);
+    rig.store.set_stalled(true);
     let brief = || Instant::now() + Duration::from_millis(2);
     let located = || lens_of(&rig.tier, &[key], brief()).pop().unwrap();
     until("the store is out", || {
@@ -726,7 +726,7 @@ fn a_store_that_hangs_is_taken_out_and_holds_no_caller() {
         let is_refused = matches!(located(), Err(BackendError::Unavailable(_)));
         is_refused && rig.store.requests() == before
     });
-    rig.store.stall(false);
+    rig.store.set_stalled(false);
     until("it is found", || {
         matches!(lens_of(&rig.tier, &[key], soon())[..], [Ok(Some(5000))])
     });
@@ -738,7 +738,7 @@ fn callers_with_little_time_do_not_take_a_slow_store_out() {
     let rig = Rig::new();
     let key = test_key(1);
     rig.store(key).unwrap();
-    rig.store.stall(true);
+    rig.store.set_stalled(true);
     for _ in 0..20 {
         let brief = Instant::now() + Duration::from_millis(1);
         let located = lens_of(&rig.tier, &[key], brief).pop().unwrap();
@@ -747,7 +747,7 @@ fn callers_with_little_time_do_not_take_a_slow_store_out() {
             "{located:?}"
         );
     }
-    rig.store.stall(false);
+    rig.store.set_stalled(false);
     assert!(rig.is_located(key));
     assert_eq!(rig.taken_out(), [0, 0, 0]);
 }
@@ -755,13 +755,13 @@ fn callers_with_little_time_do_not_take_a_slow_store_out() {
 #[test]
 fn lookups_under_way_are_bounded() {
     let rig = Rig::new();
-    rig.store.stall(true);
+    rig.store.set_stalled(true);
     for n in 0..100 {
         let brief = Instant::now();
         assert!(lens_of(&rig.tier, &[test_key(n)], brief)[0].is_err());
     }
     until("some are refused", || rig.counter("lookups_refused") >= 30);
-    rig.store.stall(false);
+    rig.store.set_stalled(false);
 }
 
 #[test]
@@ -771,7 +771,7 @@ fn a_removal_that_fails_fails_for_each_of_two_equal_keys() {
     rig.store(key).unwrap();
     let removed = block_on(rig.tier.remove(&[key, key], soon()));
     assert!(matches!(removed[..], [Ok(true), Ok(false)]), "{removed:?}");
-    rig.store.fail(true);
+    rig.store.set_down(true);
     let removed = block_on(rig.tier.remove(&[key, key], soon()));
     assert!(matches!(removed[..], [Err(_), Err(_)]), "{removed:?}");
 }
@@ -780,12 +780,12 @@ fn a_removal_that_fails_fails_for_each_of_two_equal_keys() {
 fn what_a_caller_left_does_not_hold_slots() {
     let rig = Rig::new();
     rig.store(test_key(1)).unwrap();
-    rig.store.stall(true);
+    rig.store.set_stalled(true);
     let item = LoadItem::new(test_key(1), rig.pool.reserve(5000).unwrap());
     let deadline = Instant::now() + Duration::from_secs(3600);
     drop(rig.tier.load(vec![item], deadline));
     until("the slot is back", || rig.pool.usage().slots == 0);
-    rig.store.stall(false);
+    rig.store.set_stalled(false);
 }
 
 #[test]
@@ -911,10 +911,10 @@ fn a_touch_that_the_deadline_cut_off_is_tried_again() {
     let key = test_key(1);
     rig.store(key).unwrap();
     rig.store.age_by(TTL * 2 / 3);
-    rig.store.stall_touches(true);
+    rig.store.set_touches_stalled(true);
     assert!(rig.is_hit(key));
     until("the touch has failed", || rig.counter("failed") > 0);
-    rig.store.stall_touches(false);
+    rig.store.set_touches_stalled(false);
     until("it is touched", || {
         assert!(rig.is_hit(key));
         rig.counter("touched") == 1

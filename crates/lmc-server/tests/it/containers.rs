@@ -12,7 +12,7 @@ use crate::common::Server;
 use lmc_key::ChunkHash;
 use lmc_testkit::{DEADLINE, Folder, Process, in_lab, test_arguments, until};
 use lmc_vllm_adapter::adapters::{
-    Endpoint, EngineDescription, KvLayers, LayerGroup, LayerTensor, LoadStoreOp, Prompt,
+    Endpoint, EngineDescription, KvLayers, KvOrder, LayerGroup, LayerTensor, LoadStoreOp, Prompt,
     SchedulerAdapter, WorkerAdapter,
 };
 use lmc_vllm_adapter::{
@@ -167,7 +167,7 @@ fn worker(memory: &mut [f32]) -> WorkerAdapter {
     };
     // SAFETY: the callers keep the memory until they have shut the worker down, and look at it only
     // while nothing is copied.
-    let layers = unsafe { KvLayers::new(vec![group], true, BLOCK as u32) };
+    let layers = unsafe { KvLayers::new(vec![group], KvOrder::TokensFirst, BLOCK as u32) };
     worker.register_kv_caches(layers).expect("a known layout");
     worker
 }

@@ -24,6 +24,8 @@ pub use common::ServerState;
 pub use endpoint::{Endpoint, EndpointError};
 pub use link::local_server;
 pub use lmc_key::ChunkHash;
+#[doc(no_inline)]
+pub use lmc_memory::KvOrder;
 pub use log::{Level, LogLine};
 pub use prompt::{Prompt, chunk_hashes};
 pub use scheduler::{SchedulerAdapter, SchedulerStats};

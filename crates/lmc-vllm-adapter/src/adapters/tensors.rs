@@ -41,7 +41,7 @@ pub struct LayerGroup {
 #[derive(Debug, Clone)]
 pub struct KvLayers {
     groups: Vec<LayerGroup>,
-    tokens_first: bool,
+    order: KvOrder,
     tokens_per_block: u32,
     gpu: Option<String>,
 }
@@ -90,8 +90,8 @@ fn invalid(error: impl std::fmt::Display) -> AdapterError {
 }
 
 impl KvLayers {
-    /// Takes the groups of layers, in the order of the engine's block tables. `tokens_first` is
-    /// true for blocks with the tokens before the heads (`NHD`) and false for `HND`.
+    /// Takes the groups of layers, in the order of the engine's block tables. `order` is
+    /// [`KvOrder::TokensFirst`] for `NHD` and [`KvOrder::HeadsFirst`] for `HND`.
     /// `tokens_per_block` is the number of tokens that one block id covers.
     ///
     /// # Safety
@@ -99,10 +99,10 @@ impl KvLayers {
     /// are registered with is shut down or has taken them out of use
     /// ([`WorkerAdapter::unregister_kv_caches`](crate::adapters::WorkerAdapter::unregister_kv_caches)),
     /// and no code of this process holds a Rust reference to it.
-    pub unsafe fn new(groups: Vec<LayerGroup>, tokens_first: bool, tokens_per_block: u32) -> Self {
+    pub unsafe fn new(groups: Vec<LayerGroup>, order: KvOrder, tokens_per_block: u32) -> Self {
         Self {
             groups,
-            tokens_first,
+            order,
             tokens_per_block,
             gpu: None,
         }
@@ -204,11 +204,12 @@ impl KvLayers {
                 storage_offset: 0,
             });
         }
-        let order = match self.tokens_first {
-            true => KvOrder::TokensFirst,
-            false => KvOrder::HeadsFirst,
-        };
-        let group = KvGroup::describe(&tensors, order, Some(self.tokens_per_block), chunk_size);
+        let group = KvGroup::describe(
+            &tensors,
+            self.order,
+            Some(self.tokens_per_block),
+            chunk_size,
+        );
         let group = group.map_err(invalid)?;
         let numbers: Vec<usize> = (0..ranges.len()).collect();
         let paged = group.open(&numbers, segments(ranges, gpu));

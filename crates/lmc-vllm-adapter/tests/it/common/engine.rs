@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use lmc_key::ChunkHash;
 use lmc_vllm_adapter::RequestConfigs;
 use lmc_vllm_adapter::adapters::{
-    Endpoint, EngineDescription, Finished, KvLayers, LayerGroup, LayerTensor, LoadStoreOp, Prompt,
-    SchedulerAdapter, Timeouts, WorkerAdapter,
+    Endpoint, EngineDescription, Finished, KvLayers, KvOrder, LayerGroup, LayerTensor, LoadStoreOp,
+    Prompt, SchedulerAdapter, Timeouts, WorkerAdapter,
 };
 
 use super::{CHUNK, Server, prompt};
@@ -206,7 +206,7 @@ pub(crate) fn group_at(addresses: impl Iterator<Item = usize>) -> LayerGroup {
 pub(crate) fn described(groups: Vec<LayerGroup>) -> KvLayers {
     // SAFETY: the memory outlives the worker, which is shut down first, and tests look at it while
     // nothing is copied, or by atomics, whose values they then do not rely on.
-    unsafe { KvLayers::new(groups, false, BLOCK as u32) }
+    unsafe { KvLayers::new(groups, KvOrder::HeadsFirst, BLOCK as u32) }
 }
 
 pub(crate) fn until<T>(mut look: impl FnMut() -> Option<T>) -> T {
