@@ -207,8 +207,8 @@ pub trait Host: fmt::Debug + Send + Sync + 'static {
     fn usage(&self) -> Usage;
 }
 
-/// The host of tiers that no engine uses, for tools. It has no chunks, and nobody is told of clears that its
-/// tiers learn.
+/// The host of tiers that no engine uses, for tools. It has no chunks, and keeps the clears that its tiers
+/// learn to itself.
 #[derive(Debug, Default)]
 pub struct NoEngine {
     clears: Mutex<Arc<Clears>>,

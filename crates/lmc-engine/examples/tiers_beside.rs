@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use lmc_backend::conformance::{Delayed, Gated, block_on, test_hash};
 use lmc_backend::{Backend, MemoryBackend, StoreItem, WriteBackend, in_order};
 use lmc_engine::{
-    EngineConfig, EngineContext, LookupRequest, LowerTier, OwnerId, Rank, TierPolicy,
+    EngineConfig, EngineContext, EngineHost, LookupRequest, LowerTier, OwnerId, Rank, TierPolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
@@ -98,8 +98,10 @@ fn lookups(tiers: Vec<Arc<dyn Backend>>, count: u64) -> Vec<f64> {
     let tiers = tiers
         .into_iter()
         .map(|tier| LowerTier::new(tier, TierPolicy::default()));
-    let engine =
-        config.start(EngineContext::new(Arc::new(arena.expect("memory"))).with_tiers(tiers));
+    let engine = config.start(
+        EngineContext::new(Arc::new(arena.expect("memory")), EngineHost::default())
+            .with_tiers(tiers),
+    );
     let engine = engine.expect("an engine");
     let waiting: Vec<_> = (OTHERS..OTHERS + 8)
         .map(|prompt| engine.lookup(request(prompt)))

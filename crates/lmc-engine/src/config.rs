@@ -60,7 +60,7 @@ impl Default for EngineConfig {
     }
 }
 
-/// What an engine is built from, beside its settings.
+/// Parts that an engine is built from, and that it shares with others.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct EngineContext {
@@ -69,7 +69,7 @@ pub struct EngineContext {
     /// Lower tiers, the fastest first. Default: none.
     pub tiers: Vec<LowerTier>,
     /// The host, through which tiers reach the engine, with the log of clears. Tiers that need a host were
-    /// given the same one. Default: a new host, whose log has no state file.
+    /// given the same one.
     pub host: EngineHost,
     /// Runtime for reads from and writes to lower tiers; it needs a timer. Default: none; an engine with
     /// lower tiers starts a runtime of its own with two threads named `lmc-engine`.
@@ -77,12 +77,13 @@ pub struct EngineContext {
 }
 
 impl EngineContext {
-    /// Returns the context of an engine whose DRAM tier uses this arena.
-    pub fn new(arena: Arc<Arena>) -> Self {
+    /// Returns the context of an engine whose DRAM tier uses this arena. A host of
+    /// [`EngineHost::default`] has no state file for clears.
+    pub fn new(arena: Arc<Arena>, host: EngineHost) -> Self {
         Self {
             arena,
             tiers: Vec::new(),
-            host: EngineHost::default(),
+            host,
             runtime: None,
         }
     }

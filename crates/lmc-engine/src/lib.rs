@@ -11,12 +11,12 @@
 //!
 //! ```
 //! use std::sync::Arc;
-//! use lmc_engine::{EngineConfig, EngineContext, LookupRequest, OwnerId, Rank, StoreRequest, StoreStart};
+//! use lmc_engine::{EngineConfig, EngineContext, EngineHost, LookupRequest, OwnerId, Rank, StoreRequest, StoreStart};
 //! use lmc_key::{ChunkHash, ChunkKey, SpaceId};
 //! use lmc_memory::ArenaConfig;
 //!
 //! let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build()?);
-//! let engine = EngineConfig::default().start(EngineContext::new(arena))?;
+//! let engine = EngineConfig::default().start(EngineContext::new(arena, EngineHost::default()))?;
 //! let (space, hash) = (SpaceId::new([1; 16]), ChunkHash::new([2; 32]));
 //! let key = ChunkKey { space, kv_rank: 0, group: 0, hash };
 //!

@@ -13,7 +13,7 @@ use anyhow::{Context, Result, ensure};
 use lmc_backend::conformance::test_key;
 use lmc_backend_disk::DiskConfig;
 use lmc_engine::{
-    CacheEngine, EngineConfig, EngineContext, LookupRequest, LowerTier, OwnerId, Rank,
+    CacheEngine, EngineConfig, EngineContext, EngineHost, LookupRequest, LowerTier, OwnerId, Rank,
     StoreRequest, StoreStart, TenantId, TierPolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
@@ -113,7 +113,7 @@ fn main() -> Result<()> {
         .with_arena(Arc::clone(&arena));
     let mut policy = TierPolicy::default();
     policy.write_queue_bytes = Some(LEN * CHUNK);
-    let mut context = EngineContext::new(arena);
+    let mut context = EngineContext::new(arena, EngineHost::default());
     let disk = disk.open(&context.host)?;
     context.tiers.push(LowerTier::new(Arc::new(disk), policy));
     let engine = EngineConfig::default().start(context)?;

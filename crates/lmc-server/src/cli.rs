@@ -376,6 +376,9 @@ fn flags(matches: &ArgMatches) -> Vec<(String, Raw)> {
 }
 
 #[cfg(test)]
+mod documents;
+
+#[cfg(test)]
 mod tests {
     use super::*;
 

@@ -616,7 +616,7 @@ fn make_service(config: &ServeConfig, arena: &Arc<Arena>) -> Result<Opened> {
     });
     let lower: Vec<LowerTier> = lower.collect();
     let stores = remotes.iter().map(remote::Remote::tier).collect();
-    let engine = engine.start(EngineContext::new(Arc::clone(arena)).with_tiers(lower))?;
+    let engine = engine.start(EngineContext::new(Arc::clone(arena), host).with_tiers(lower))?;
     let service = service_config(config)?.start(engine)?;
     on_disk.decide(service.lasting_spaces());
     let digests = SaltDigests::new(remote::keys(config, config.remotes().next())?)?;

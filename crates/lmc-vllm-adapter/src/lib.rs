@@ -15,7 +15,7 @@
 //! use std::sync::Arc;
 //! use std::time::Duration;
 //!
-//! use lmc_engine::{CacheEngine, EngineConfig, EngineContext};
+//! use lmc_engine::{EngineConfig, EngineContext, EngineHost};
 //! use lmc_key::{ChunkHasher, HashAlgorithm};
 //! use lmc_memory::ArenaConfig;
 //! use lmc_vllm_adapter::{Client, Reply, Request, Service, ServiceConfig, ZmqConfig, ZmqServer};
@@ -23,7 +23,7 @@
 //! # let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
 //! # runtime.block_on(async {
 //! let arena = Arc::new(ArenaConfig::anonymous(1 << 20).build()?);
-//! let engine = EngineConfig::default().start(EngineContext::new(arena))?;
+//! let engine = EngineConfig::default().start(EngineContext::new(arena, EngineHost::default()))?;
 //! let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 256)?;
 //! let service = ServiceConfig::new(hasher).start(engine)?;
 //! let server = ZmqConfig { port: 0, ..ZmqConfig::default() }.bind(service).await?;

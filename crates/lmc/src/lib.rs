@@ -242,12 +242,17 @@ impl CacheBuilder {
             tags: None,
         };
         let arena = Arc::new(ArenaConfig::anonymous(self.dram).build()?);
-        let mut context = EngineContext::new(arena);
-        match self.host {
+        let host = match self.host {
             Some(host) if host.is_taken() => return Err(EngineError::Host.into()),
-            Some(host) => context.host = host,
-            None => context.host.set_book(Arc::new(OneSpace(space.clone()))),
-        }
+            Some(host) => host,
+            None => {
+                let host = EngineHost::default();
+                host.set_book(Arc::new(OneSpace(space.clone())));
+                host
+            }
+        };
+        #[cfg_attr(not(feature = "shared"), expect(unused_mut))]
+        let mut context = EngineContext::new(arena, host);
         let mut tiers: Vec<LowerTier> = Vec::new();
         if let Some((folder, bytes)) = &self.disk {
             let config = DiskConfig::new([folder], *bytes)

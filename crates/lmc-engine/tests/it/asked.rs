@@ -14,9 +14,9 @@ use lmc_backend::{
     Located, MemoryBackend, Sharing, StartId, StoreItem, Stored, WriteBackend, ready,
 };
 use lmc_engine::{
-    Admission, CacheEngine, EngineConfig, EngineContext, Found, Host, HostSpace, InUse, LeaseLimit,
-    LookupRequest, LowerStatus, LowerTier, OwnerId, PolicyKind, Rank, SpaceBook, StoreRequest,
-    StoreStart, TenantId, TierPolicy, WritePolicy,
+    Admission, CacheEngine, EngineConfig, EngineContext, EngineHost, Found, Host, HostSpace, InUse,
+    LeaseLimit, LookupRequest, LowerStatus, LowerTier, OwnerId, PolicyKind, Rank, SpaceBook,
+    StoreRequest, StoreStart, TenantId, TierPolicy, WritePolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{ArenaConfig, Pool, PoolConfig};
@@ -78,7 +78,7 @@ fn engine_on(
         .into_iter()
         .map(|tier| LowerTier::new(tier, policy.clone()));
     let arena = Arc::new(arena.expect("memory"));
-    let mut context = EngineContext::new(arena).with_tiers(tiers);
+    let mut context = EngineContext::new(arena, EngineHost::default()).with_tiers(tiers);
     context.runtime = runtime.cloned();
     config.start(context).expect("an engine")
 }

@@ -54,9 +54,9 @@ fn start(runtime: &Handle, log: &ClearLog, tiers: [Arc<dyn Backend>; 2]) -> Cach
     config.align = CHUNK as usize;
     config.shards = Some(1);
     let arena = ArenaConfig::anonymous(1 << 16).build().expect("memory");
-    let mut context = EngineContext::new(Arc::new(arena)).with_tiers(tiers);
+    let host = EngineHost::new(log.clone());
+    let mut context = EngineContext::new(Arc::new(arena), host).with_tiers(tiers);
     context.runtime = Some(runtime.clone());
-    context.host = EngineHost::new(log.clone());
     config.start(context).expect("an engine")
 }
 

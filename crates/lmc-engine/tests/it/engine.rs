@@ -47,7 +47,7 @@ fn with(config: EngineConfig, chunks: usize, tiers: Vec<Arc<dyn Backend>>) -> Ca
             .expect("memory"),
     );
     config
-        .start(EngineContext::new(arena).with_tiers(tiers))
+        .start(EngineContext::new(arena, EngineHost::default()).with_tiers(tiers))
         .expect("the settings are right")
 }
 
@@ -414,9 +414,7 @@ fn a_host_has_no_chunks_without_its_engine_and_serves_one_engine() {
     assert_eq!(host.usage(), Usage::default());
     let start = || {
         let arena = ArenaConfig::anonymous(4 * CHUNK).build().expect("memory");
-        let mut context = EngineContext::new(Arc::new(arena));
-        context.host = host.clone();
-        config().start(context)
+        config().start(EngineContext::new(Arc::new(arena), host.clone()))
     };
     let begun = Arc::new(Begun::default());
     host.events().listen(Arc::clone(&begun) as _);

@@ -11,9 +11,9 @@ use lmc_backend::conformance::{
 };
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{
-    Admission, CacheEngine, Cleared, EngineConfig, EngineContext, Host, InUse, Inserted, Leases,
-    Lookup, LookupRequest, LowerStatus, LowerTier, OwnerId, Rank, StoreRequest, StoreStart,
-    StoreTicket, TenantId, TierPolicy, WritePolicy,
+    Admission, CacheEngine, Cleared, EngineConfig, EngineContext, EngineHost, Host, InUse,
+    Inserted, Leases, Lookup, LookupRequest, LowerStatus, LowerTier, OwnerId, Rank, StoreRequest,
+    StoreStart, StoreTicket, TenantId, TierPolicy, WritePolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -43,7 +43,7 @@ fn engine_with(
     let arena = Arc::new(arena.expect("memory"));
     let lower = LowerTier::new(lower, policy);
     config
-        .start(EngineContext::new(arena).with_tiers([lower]))
+        .start(EngineContext::new(arena, EngineHost::default()).with_tiers([lower]))
         .expect("a valid configuration")
 }
 

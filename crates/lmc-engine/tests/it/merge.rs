@@ -7,9 +7,9 @@ use std::thread;
 use lmc_backend::conformance::{Gated, Operation, fill_value, test_hash};
 use lmc_backend::{Backend, MemoryBackend};
 use lmc_engine::{
-    CacheEngine, EngineConfig, EngineContext, Found, InUse, LeaseLimit, Lookup, LookupRequest,
-    LowerTier, Merge, OwnerId, Rank, StoreRequest, StoreStart, TenantId, TierPolicy, TierRun,
-    WritePolicy,
+    CacheEngine, EngineConfig, EngineContext, EngineHost, Found, InUse, LeaseLimit, Lookup,
+    LookupRequest, LowerTier, Merge, OwnerId, Rank, StoreRequest, StoreStart, TenantId, TierPolicy,
+    TierRun, WritePolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -49,7 +49,10 @@ fn engine_on(chunks: u64, lower: Arc<dyn Backend>) -> CacheEngine {
     let arena = ArenaConfig::anonymous((chunks * CHUNK) as usize).build();
     let lower = LowerTier::new(lower, policy);
     config
-        .start(EngineContext::new(Arc::new(arena.expect("memory"))).with_tiers([lower]))
+        .start(
+            EngineContext::new(Arc::new(arena.expect("memory")), EngineHost::default())
+                .with_tiers([lower]),
+        )
         .expect("an engine")
 }
 

@@ -8,7 +8,7 @@ use anyhow::{Result, bail};
 use lmc_backend::Backend;
 use lmc_backend::conformance::test_key;
 use lmc_backend_p2p::{NodeConfig, P2pBackend, P2pConfig, new_peer_id};
-use lmc_engine::{CacheEngine, EngineConfig, EngineContext};
+use lmc_engine::{CacheEngine, EngineConfig, EngineContext, EngineHost};
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::{Arena, ArenaConfig, Demand, Prefault};
 use lmc_transfer::{Address, ChannelConfig, Key, PeerId, SocketConfig, TransferChannel};
@@ -139,7 +139,7 @@ impl Daemon {
         let node = NodeConfig::new(name, "", pool as u64);
         let mut tier = P2pConfig::new(node, channel);
         tier.peers = peers;
-        let mut context = EngineContext::new(Arc::clone(&memory));
+        let mut context = EngineContext::new(Arc::clone(&memory), EngineHost::default());
         let host = Arc::new(context.host.clone());
         let tier = tier.start(host, runtime.handle().clone())?;
         let address = tier.address().to_string();

@@ -5,7 +5,7 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::Duration;
 
-use lmc_engine::{EngineConfig, EngineContext};
+use lmc_engine::{EngineConfig, EngineContext, EngineHost};
 use lmc_key::{ChunkHasher, HashAlgorithm};
 use lmc_memory::ArenaConfig;
 use lmc_testkit::DEADLINE;
@@ -45,7 +45,7 @@ impl Server {
         let loaded = ServeConfig::load(given, [], None).expect("a good configuration");
         let arena = ArenaConfig::anonymous(1 << 20).build().expect("an arena");
         let engine = EngineConfig::default()
-            .start(EngineContext::new(arena.into()))
+            .start(EngineContext::new(arena.into(), EngineHost::default()))
             .expect("an engine");
         let hasher = ChunkHasher::new(HashAlgorithm::Blake3, 256).expect("a hasher");
         let service = ServiceConfig::new(hasher).start(engine).expect("a service");

@@ -9,7 +9,8 @@ use lmc_backend::{NoEngine, StoreItem, Stored};
 use lmc_backend_remote::RemoteConfig;
 use lmc_backend_remote::conformance::MemoryStore;
 use lmc_engine::{
-    EngineConfig, EngineContext, Found, LookupRequest, LowerTier, OwnerId, Rank, TierPolicy,
+    EngineConfig, EngineContext, EngineHost, Found, LookupRequest, LowerTier, OwnerId, Rank,
+    TierPolicy,
 };
 use lmc_key::{ChunkKey, SpaceId};
 use lmc_memory::ArenaConfig;
@@ -75,8 +76,10 @@ fn the_first_chunks_are_usable_while_the_store_holds_the_last_one_back() {
     let mut config = EngineConfig::default();
     config.promotion_timeout = Duration::from_secs(60);
     let lower = LowerTier::new(tier, policy);
-    let engine =
-        config.start(EngineContext::new(Arc::new(arena.expect("memory"))).with_tiers([lower]));
+    let engine = config.start(
+        EngineContext::new(Arc::new(arena.expect("memory")), EngineHost::default())
+            .with_tiers([lower]),
+    );
     let engine = engine.expect("an engine");
 
     let gate = Arc::new(Semaphore::new(CHUNKS as usize - 1));

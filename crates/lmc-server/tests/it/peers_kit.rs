@@ -195,8 +195,7 @@ fn peers_pass_the_kit() {
         let arena = Arc::new(ArenaConfig::anonymous(POOL).build().expect("memory"));
         let daemon = Daemon::start("owner", &arena, Vec::new(), &runtime);
         let address = daemon.address();
-        let mut context = EngineContext::new(arena);
-        context.host = daemon.host.clone();
+        let context = EngineContext::new(arena, daemon.host.clone());
         let engine = EngineConfig::default().start(context).expect("an engine");
         let owner = Owner {
             engine,

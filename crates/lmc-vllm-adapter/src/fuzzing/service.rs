@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use lmc_backend::{Backend, MemoryBackend};
-use lmc_engine::{EngineConfig, EngineContext, InUse};
+use lmc_engine::{EngineConfig, EngineContext, EngineHost, InUse};
 use lmc_key::{ChunkHasher, HashAlgorithm};
 use lmc_memory::ArenaConfig;
 use parking_lot::Mutex;
@@ -68,7 +68,9 @@ fn shared() -> &'static Mutex<SharedService> {
         let _ = std::fs::remove_file(path + ".lmc-owner");
         let lower: Arc<dyn Backend> = Arc::new(MemoryBackend::default());
         let config = EngineConfig::default();
-        let engine = config.start(EngineContext::new(Arc::new(arena)).with_tiers(vec![lower]));
+        let engine = config.start(
+            EngineContext::new(Arc::new(arena), EngineHost::default()).with_tiers(vec![lower]),
+        );
         let hasher = ChunkHasher::new(HashAlgorithm::Blake3, CHUNK as u32).expect("a chunk size");
         let config = ServiceConfig {
             max_sessions: 6,

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use lmc_backend::conformance::{Gated, Operation};
 use lmc_backend::{Backend, MemoryBackend};
-use lmc_engine::{EngineConfig, EngineContext, TenantId};
+use lmc_engine::{EngineConfig, EngineContext, EngineHost, TenantId};
 use lmc_key::{ChunkHasher, HashAlgorithm, Salt, SpaceId};
 use lmc_memory::ArenaConfig;
 use lmc_memory::cuda::Gpus;
@@ -41,8 +41,8 @@ fn service_over(lower: Vec<Arc<dyn Backend>>, change: impl FnOnce(&mut ServiceCo
     let hasher = ChunkHasher::new(HashAlgorithm::Blake3, CHUNK as u32).expect("a chunk size");
     let mut config = ServiceConfig::new(hasher);
     change(&mut config);
-    let engine =
-        EngineConfig::default().start(EngineContext::new(Arc::new(arena)).with_tiers(lower));
+    let engine = EngineConfig::default()
+        .start(EngineContext::new(Arc::new(arena), EngineHost::default()).with_tiers(lower));
     let service = config.start(engine.expect("an engine")).expect("threads");
     for number in 0..16 {
         service.connected(client(number), peer(own_uid()));

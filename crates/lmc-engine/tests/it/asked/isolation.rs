@@ -1,6 +1,6 @@
 //! Tiers beside others that hang.
 
-use lmc_engine::{InUse, WritePolicy};
+use lmc_engine::{EngineHost, InUse, WritePolicy};
 
 use super::*;
 
@@ -110,7 +110,7 @@ fn a_found_chunk_that_fails_to_load_is_read_from_the_next_tier_that_has_it() {
             let arena = ArenaConfig::anonymous((64 * CHUNK) as usize).build();
             let arena = Arc::new(arena.expect("memory"));
             let engine = config
-                .start(EngineContext::new(arena).with_tiers(tiers))
+                .start(EngineContext::new(arena, EngineHost::default()).with_tiers(tiers))
                 .expect("an engine");
             assert_eq!(found(&engine, 0..8).hits, 8);
             // An index in this process is asked before any other tier.

@@ -1,6 +1,6 @@
 //! Policies of single tiers.
 
-use lmc_engine::{InUse, Parts, SpaceFilter};
+use lmc_engine::{EngineHost, InUse, Parts, SpaceFilter};
 
 use super::*;
 
@@ -45,7 +45,8 @@ fn tiers_are_written_by_their_own_policies() {
     let lower = lower.map(|(tier, policy)| LowerTier::new(Arc::clone(tier) as _, policy));
     let arena = ArenaConfig::anonymous((64 * CHUNK) as usize).build();
     let arena = Arc::new(arena.expect("memory"));
-    let engine = EngineConfig::default().start(EngineContext::new(arena).with_tiers(lower));
+    let engine = EngineConfig::default()
+        .start(EngineContext::new(arena, EngineHost::default()).with_tiers(lower));
     let engine = engine.expect("an engine");
     write(&engine, SPACE, 0, 0..4);
     assert_eq!(found(&engine, 0..2).resident, 2);

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, HashSet};
 
 use lmc_backend::conformance::Rng;
 use lmc_engine::{
-    EngineConfig, EngineContext, Host as _, InUse, Inserted, OwnerId, StoreRequest, StoreStart,
-    StoreTicket, TenantId,
+    EngineConfig, EngineContext, EngineHost, Host as _, InUse, Inserted, OwnerId, StoreRequest,
+    StoreStart, StoreTicket, TenantId,
 };
 use lmc_key::SpaceId;
 use lmc_memory::ArenaConfig;
@@ -91,7 +91,8 @@ fn hash(prompt: u64, chunk: u64) -> ChunkHash {
 impl Rig {
     fn new(seed: u64) -> Self {
         let arena = ArenaConfig::anonymous(1 << 20).build().expect("memory");
-        let engine = EngineConfig::default().start(EngineContext::new(Arc::new(arena)));
+        let engine = EngineConfig::default()
+            .start(EngineContext::new(Arc::new(arena), EngineHost::default()));
         let engine = engine.expect("the defaults are valid");
         let notices = Arc::<Notices>::default();
         engine.host().events().listen(Arc::clone(&notices) as _);

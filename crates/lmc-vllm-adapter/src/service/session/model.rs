@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::LazyLock;
 
 use lmc_engine::{
-    CacheEngine, EngineConfig, EngineContext, OwnerId, StoreRequest, StoreStart, TenantId,
+    CacheEngine, EngineConfig, EngineContext, EngineHost, OwnerId, StoreRequest, StoreStart,
+    TenantId,
 };
 use lmc_key::{ChunkHash, ChunkKey};
 use lmc_memory::ArenaConfig;
@@ -121,7 +122,7 @@ fn engine() -> &'static CacheEngine {
     static ENGINE: LazyLock<CacheEngine> = LazyLock::new(|| {
         let arena = ArenaConfig::anonymous(1 << 20).build().expect("memory");
         let engine = EngineConfig::default()
-            .start(EngineContext::new(Arc::new(arena)))
+            .start(EngineContext::new(Arc::new(arena), EngineHost::default()))
             .expect("an engine");
         for rank in 0..RANKS {
             for chunk in 0..CHUNKS {

@@ -116,8 +116,7 @@ impl Server {
         // Tests of the grace time set their own.
         config.slot_grace = Duration::from_millis(200);
         service(&mut config);
-        let mut context = EngineContext::new(Arc::new(arena)).with_tiers(lower);
-        context.host = host;
+        let context = EngineContext::new(Arc::new(arena), host).with_tiers(lower);
         let engine = engine.start(context).expect("an engine");
         let service = config.start(engine).expect("threads");
         let mut config = ZmqConfig {
