@@ -60,7 +60,7 @@ impl Default for EngineConfig {
     }
 }
 
-/// Parts that an engine is built from, and that it shares with others.
+/// Memory, tiers, host and runtime of an engine.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct EngineContext {

@@ -18,7 +18,7 @@
 //! use lmc_engine::{EngineConfig, EngineContext, EngineHost};
 //! use lmc_key::{ChunkHasher, HashAlgorithm};
 //! use lmc_memory::ArenaConfig;
-//! use lmc_vllm_adapter::{Client, Reply, Request, Service, ServiceConfig, ZmqConfig, ZmqServer};
+//! use lmc_vllm_adapter::{Client, Reply, Request, ServiceConfig, ZmqConfig};
 //!
 //! # let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
 //! # runtime.block_on(async {
