@@ -392,6 +392,19 @@ impl CacheEngine {
         lower.tiers().name(index)
     }
 
+    /// Counts the tokens of chunks that a lookup found, by the lower tier that the chunks were read from.
+    /// `chunk_tokens` is the number of tokens of a chunk.
+    pub fn count_hits(&self, runs: &[crate::TierRun], chunk_tokens: u64) {
+        let Some(lower) = self.0.lower.as_ref() else {
+            return;
+        };
+        for run in runs {
+            if let Some(tier) = run.tier {
+                lower.count_hits(tier, run.chunks as u64 * chunk_tokens);
+            }
+        }
+    }
+
     /// Returns true if a lower tier has chunks that were stored under other settings than this process has
     /// ([`Backend::has_unreachable`](lmc_backend::Backend::has_unreachable)).
     pub fn has_unreachable(&self) -> bool {

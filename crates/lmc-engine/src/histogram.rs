@@ -74,6 +74,18 @@ impl HistogramSnapshot {
         (1u64 << doubling) as f64 * (1.0 + (quarter + 1) as f64 / 4.0) * 1e-6
     }
 
+    /// Returns the counts of the durations that were counted after `earlier`, a snapshot of the same histogram.
+    pub fn since(&self, earlier: &Self) -> Self {
+        let before = earlier.buckets.iter().copied().chain(std::iter::repeat(0));
+        let counts = self.buckets.iter().zip(before);
+        Self {
+            buckets: counts
+                .map(|(now, before)| now.saturating_sub(before))
+                .collect(),
+            sum_seconds: (self.sum_seconds - earlier.sum_seconds).max(0.0),
+        }
+    }
+
     /// Returns the number of durations counted.
     pub fn count(&self) -> u64 {
         self.buckets.iter().sum()
@@ -178,6 +190,10 @@ mod tests {
         assert!((50e-6..=63e-6).contains(&median), "{median}");
         assert!(snapshot.quantile(1.0) >= 100e-6);
         assert!((snapshot.sum_seconds - 5050e-6).abs() < 1e-9);
+        histogram.record(Duration::from_secs(1));
+        let since = histogram.snapshot().since(&snapshot);
+        assert_eq!((since.count(), since.quantile(0.5) >= 1.0), (1, true));
+        assert_eq!(snapshot.since(&HistogramSnapshot::default()), snapshot);
     }
 
     #[test]

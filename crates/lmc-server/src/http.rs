@@ -260,7 +260,7 @@ async fn within_deadline(request: Request, next: Next) -> Response {
 async fn unknown_path(uri: Uri) -> Response {
     let text = format!(
         "{} is not served here; the paths are / (for a browser), /healthz, /livez, /readyz, /metrics, /status, /peers, /config, \
-         /reload, /drain, /live, /history, /advise, /cache/clear, /quota and /healthcheck",
+         /reload, /drain, /live, /history, /tenants, /advise, /cache/clear, /quota and /healthcheck",
         uri.path()
     );
     refusal(StatusCode::NOT_FOUND, text)

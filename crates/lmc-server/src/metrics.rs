@@ -191,6 +191,7 @@ type TierMetric = (
 /// Metrics of the lower tiers, with the label `tier`.
 #[rustfmt::skip]
 const TIER_METRICS: &[TierMetric] = &[
+    ("lmc_tier_hit_tokens_total", "counter", "Tokens that lookups found in this lower tier. Tokens that another lookup was promoting are in lmcache_mp_lookup_hit_l2_tokens_total only.", |t| t.hit_tokens),
     ("lmc_tier_chunks", "gauge", "Chunks in this lower tier.", |t| t.chunks),
     ("lmc_tier_bytes", "gauge", "Bytes of chunks in this lower tier.", |t| t.bytes),
     ("lmc_tier_capacity_bytes", "gauge", "Bytes that this tier may hold.", |t| t.capacity.unwrap_or(0)),

@@ -56,6 +56,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(500);
 pub struct LowerStatus {
     /// Name of the tier.
     pub tier: String,
+    /// Tokens that lookups found in the tier, as counted with
+    /// [`CacheEngine::count_hits`](crate::CacheEngine::count_hits).
+    pub hit_tokens: u64,
     /// Number of chunks that the tier holds.
     pub chunks: u64,
     /// Payload bytes of the chunks that the tier holds.
@@ -114,6 +117,7 @@ pub struct LowerStatus {
 /// Counters of one tier.
 #[derive(Debug, Default)]
 struct TierCounters {
+    hit_tokens: AtomicU64,
     written: AtomicU64,
     written_bytes: AtomicU64,
     write_dropped: AtomicU64,
@@ -302,6 +306,12 @@ impl LowerTiers {
         &self.tiers
     }
 
+    pub(crate) fn count_hits(&self, tier: usize, tokens: u64) {
+        if let Some(tier) = self.tiers.tiers.get(tier) {
+            count(&tier.counters.hit_tokens, tokens);
+        }
+    }
+
     /// Returns the state of each tier.
     pub(crate) fn health(&self) -> impl Iterator<Item = TierHealth> {
         self.tiers.tiers.iter().map(|tier| TierHealth {
@@ -320,6 +330,7 @@ impl LowerTiers {
             let counters = &tier.counters;
             LowerStatus {
                 tier: tier.backend.name().to_owned(),
+                hit_tokens: read(&counters.hit_tokens),
                 chunks: usage.chunks,
                 bytes: usage.bytes,
                 capacity: usage.capacity,

@@ -1,7 +1,8 @@
-//! The page at `/`, and its data: the state every two seconds, the last hour, and the hit ratios of
-//! other cache sizes.
+//! The page at `/`, and its data: the state every two seconds, the last hour, the tenants, and the hit
+//! ratios of other cache sizes.
 
-use std::collections::VecDeque;
+use std::cmp::Reverse;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,6 +13,8 @@ use axum::response::{Html, IntoResponse, Response};
 use axum::routing::get;
 use axum::{Json, Router};
 use futures_util::stream::unfold;
+use lmc_engine::HistogramSnapshot;
+use lmc_key::Salt;
 use lmc_vllm_adapter::ServiceStatus;
 use parking_lot::Mutex;
 use serde::Serialize;
@@ -28,6 +31,10 @@ const STREAM_LIFE: Duration = Duration::from_secs(240);
 /// States from one sample of the history to the next, and the number of samples: one hour, with its start.
 const SAMPLE_TICKS: u64 = 5;
 const SAMPLES: usize = 361;
+/// Samples of durations: the oldest is a minute old, or up to a sample more.
+const MINUTE_SAMPLES: usize = 7;
+/// Most tenants that an answer lists.
+const MAX_TENANTS: usize = 50;
 /// Streams at a time.
 pub(super) const MAX_STREAMS: usize = 16;
 
@@ -41,6 +48,7 @@ pub(super) fn routes() -> Router<Arc<Http>> {
         .route("/", get(page))
         .route("/live", get(live))
         .route("/history", get(history))
+        .route("/tenants", get(tenants))
         .route("/advise", get(advise))
 }
 
@@ -113,7 +121,7 @@ pub(super) async fn keep(http: Arc<Http>, mut stopped: watch::Receiver<bool>) {
         }
         let status = probe.status().await;
         if let (true, Ok(status)) = (is_sample, &status) {
-            http.history.add(Sample::of(status));
+            http.history.add(Sample::of(status), Durations::of(status));
         }
         if is_watched {
             let state = status.map(|status| lmcache::state_of(&http, None, &status, false));
@@ -125,7 +133,33 @@ pub(super) async fn keep(http: Arc<Http>, mut stopped: watch::Receiver<bool>) {
 
 /// The figures of the last hour.
 #[derive(Debug, Default)]
-pub(super) struct History(Mutex<VecDeque<Sample>>);
+pub(super) struct History(Mutex<Samples>);
+
+#[derive(Debug, Default)]
+struct Samples {
+    hour: VecDeque<Sample>,
+    /// Durations of the last minute, which take more memory than a [`Sample`].
+    minute: VecDeque<Arc<Durations>>,
+}
+
+/// The durations since the start, at one moment.
+#[derive(Debug, Default)]
+pub(super) struct Durations {
+    operations: Vec<HistogramSnapshot>,
+    reads: Vec<HistogramSnapshot>,
+    writes: Vec<HistogramSnapshot>,
+}
+
+impl Durations {
+    fn of(status: &ServiceStatus) -> Self {
+        let (operations, lower) = (status.operations.iter(), status.lower.iter());
+        Self {
+            operations: operations.map(|one| one.latency.clone()).collect(),
+            reads: lower.clone().map(|tier| tier.read_time.clone()).collect(),
+            writes: lower.map(|tier| tier.write_time.clone()).collect(),
+        }
+    }
+}
 
 /// The figures of one moment. Counters are since the start.
 #[derive(Debug, Clone, Serialize)]
@@ -148,6 +182,7 @@ struct Sample {
 #[derive(Debug, Clone, Serialize)]
 struct TierSample {
     tier: String,
+    found_tokens: u64,
     bytes: u64,
     written_bytes: u64,
     promoted_bytes: u64,
@@ -158,6 +193,7 @@ impl Sample {
         let counts = &status.counts;
         let tiers = status.lower.iter().map(|tier| TierSample {
             tier: tier.tier.clone(),
+            found_tokens: tier.hit_tokens,
             bytes: tier.bytes,
             written_bytes: tier.written_bytes,
             promoted_bytes: tier.promoted_bytes,
@@ -188,19 +224,83 @@ fn missed(counts: &Value) -> Value {
 }
 
 impl History {
-    fn add(&self, sample: Sample) {
-        let mut samples = self.0.lock();
-        if samples.len() == SAMPLES {
-            samples.pop_front();
+    fn add(&self, sample: Sample, durations: Durations) {
+        let Samples { hour, minute } = &mut *self.0.lock();
+        if hour.len() == SAMPLES {
+            hour.pop_front();
         }
-        samples.push_back(sample);
+        hour.push_back(sample);
+        if minute.len() == MINUTE_SAMPLES {
+            minute.pop_front();
+        }
+        minute.push_back(Arc::new(durations));
+    }
+
+    /// Returns the durations of a minute ago, or the first that were sampled since the start.
+    fn minute_ago(&self) -> Arc<Durations> {
+        let oldest = self.0.lock().minute.front().cloned();
+        oldest.unwrap_or_default()
+    }
+
+    /// Adds the quantiles of durations to a state: of operations and lower tiers, since the start and in the
+    /// last minute.
+    pub(super) fn add_durations(&self, state: &mut Value, status: &ServiceStatus) {
+        let before = self.minute_ago();
+        let none = HistogramSnapshot::default();
+        for (index, one) in status.operations.iter().enumerate() {
+            let before = before.operations.get(index).unwrap_or(&none);
+            state["operations"][index]["last_minute"] = quantiles(&one.latency.since(before));
+        }
+        for (index, tier) in status.lower.iter().enumerate() {
+            for (name, times, before) in [
+                ("read_time", &tier.read_time, &before.reads),
+                ("write_time", &tier.write_time, &before.writes),
+            ] {
+                let before = before.get(index).unwrap_or(&none);
+                let mut shown = quantiles(times);
+                shown["last_minute"] = quantiles(&times.since(before));
+                state["lower"][index][name] = shown;
+            }
+        }
     }
 }
 
+/// Returns the number and the quantiles of durations.
+fn quantiles(times: &HistogramSnapshot) -> Value {
+    let quantile = |share| (times.count() > 0).then(|| times.quantile(share));
+    json!({"count": times.count(), "p50_seconds": quantile(0.5), "p99_seconds": quantile(0.99)})
+}
+
 async fn history(State(http): HttpState) -> Response {
-    let samples: Vec<Sample> = http.history.0.lock().iter().cloned().collect();
+    let samples: Vec<Sample> = http.history.0.lock().hour.iter().cloned().collect();
     Json(json!({"every_seconds": SAMPLE_TICKS * LIVE_EVERY.as_secs(), "samples": samples}))
         .into_response()
+}
+
+/// Answers with the tenants that use the cache or have a quota, the largest first, under the names that the
+/// metrics show.
+async fn tenants(State(http): HttpState) -> Response {
+    let mut used = http.service.engine().tenants();
+    used.retain(|tenant| tenant.bytes > 0 || tenant.quota.is_some());
+    used.sort_by_key(|tenant| (Reverse(tenant.bytes), tenant.tenant));
+    let more = used.split_off(used.len().min(MAX_TENANTS));
+    let named = http.service.tenants();
+    let salts: HashMap<u32, Salt> = named.into_iter().map(|(salt, id)| (id.0, salt)).collect();
+    let digests = http.reload.digests();
+    let shown = used.iter().map(|tenant| {
+        let salt = salts.get(&tenant.tenant).cloned().unwrap_or_default();
+        json!({
+            "tenant": digests.short(&salt),
+            "bytes": tenant.bytes,
+            "quota_bytes": tenant.quota,
+        })
+    });
+    Json(json!({
+        "tenants": shown.collect::<Vec<_>>(),
+        "more": more.len(),
+        "more_bytes": more.iter().map(|tenant| tenant.bytes).sum::<u64>(),
+    }))
+    .into_response()
 }
 
 /// Answers with the hit ratios that caches of other sizes would have had.
@@ -255,12 +355,19 @@ mod tests {
             evicted_bytes: 0,
             tiers: Vec::new(),
         };
-        (0..1000).for_each(|time| history.add(sample(time)));
+        let durations = |count| Durations {
+            operations: vec![HistogramSnapshot {
+                buckets: vec![count],
+                sum_seconds: 0.0,
+            }],
+            ..Durations::default()
+        };
+        assert!(history.minute_ago().operations.is_empty());
+        (0..1000).for_each(|time| history.add(sample(time), durations(time)));
+        assert_eq!(history.minute_ago().operations[0].buckets, [993]);
         let samples = history.0.lock();
-        assert_eq!(
-            (samples.len(), samples[0].time),
-            (SAMPLES, 1000 - SAMPLES as u64)
-        );
-        assert_eq!(samples[0].missed_tokens, json!({"evicted": 3}));
+        let hour = &samples.hour;
+        assert_eq!((hour.len(), hour[0].time), (SAMPLES, 1000 - SAMPLES as u64));
+        assert_eq!(hour[0].missed_tokens, json!({"evicted": 3}));
     }
 }

@@ -194,6 +194,7 @@ pub(super) fn state_of(
     answer["lmc"] = json!(status);
     answer["lmc"]["time"] = seconds_since_1970().into();
     answer["lmc"]["operations"] = operations(status, full);
+    http.history.add_durations(&mut answer["lmc"], status);
     answer["lmc"]["log_lines_dropped"] = crate::log::dropped_lines().into();
     answer
 }

@@ -17,6 +17,7 @@ mod frozen_copies;
 mod gpu;
 mod hostile_peers;
 mod http_access;
+mod live;
 mod metrics;
 mod misses;
 mod monitoring;

@@ -18,7 +18,7 @@ const PASSWORD: &str = "marked-password";
 const HTTP: &str = "LMC_TEST_STRANGER_HTTP";
 
 /// All that is read over HTTP, but for `/live`, which sends what `/status` answers.
-const PATHS: [&str; 20] = [
+const PATHS: [&str; 21] = [
     "/",
     "/advise",
     "/drain",
@@ -30,6 +30,7 @@ const PATHS: [&str; 20] = [
     "/metrics",
     "/status",
     "/status?full=1",
+    "/tenants",
     "/peers",
     "/peers/copy",
     "/config",

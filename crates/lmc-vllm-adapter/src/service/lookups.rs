@@ -512,7 +512,7 @@ impl Lookups {
         }
     }
 
-    /// Counts the chunks that a lookup found, and how many of them DRAM had without lower tiers.
+    /// Counts the chunks that a lookup found, by the tiers that they came from.
     fn count_hits(&self, found: &Found) {
         let counters = &self.context.stats.service;
         let chunk = u64::from(self.context.config.hasher.chunk_size());
@@ -520,6 +520,7 @@ impl Lookups {
         add(&counters.hit_tokens, hits * chunk);
         add(&counters.hit_tokens_dram, resident * chunk);
         add(&counters.hit_tokens_lower, (hits - resident) * chunk);
+        self.context.engine.count_hits(&runs(found), chunk);
     }
 
     /// Answers a lookup whose promotion has ended.
