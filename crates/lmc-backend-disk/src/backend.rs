@@ -404,7 +404,8 @@ impl Backend for DiskBackend {
     fn health(&self) -> Health {
         if self.closed() {
             return Health::Down {
-                reason: "closed".to_owned(),
+                reason: "the tier is closed, because the server is stopping: start it again"
+                    .to_owned(),
             };
         }
         self.probe();

@@ -352,7 +352,9 @@ impl Backend for P2pBackend {
         let named = self.named.lock();
         match connected == 0 && named.iter().any(|peer| !peer.itself) {
             true => Health::Degraded {
-                reason: "no peer is connected; `lmc peers` names the reasons".to_owned(),
+                reason:
+                    "no peer is connected: run `lmc peers`, which names the reason for each peer"
+                        .to_owned(),
             },
             false => Health::Ready,
         }

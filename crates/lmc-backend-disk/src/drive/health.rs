@@ -23,6 +23,13 @@ use crate::TIER;
 use crate::counters::{DiskCounters, count};
 use crate::format::{Location, PutRecord, blocks};
 
+/// Remedies for the faults of a drive, which end without a restart.
+const CHECK_READS: &str = "its chunks are misses until a read succeeds: check the drive and its cable (dmesg, smartctl -a), and replace a drive that fails";
+const CHECK_WRITES: &str = "its chunks are read and none is written until a write succeeds: check that the file system is mounted writable, and check the drive (dmesg, smartctl -a)";
+const CHECK_LOG: &str = "its chunks are read and none is written until the log is: free space on the file system, check that it is mounted writable, and check the drive (dmesg)";
+const CHECK_FOLDER: &str =
+    "new chunks replace others: check that the drive's folder exists and is writable";
+
 /// Failures in a row after which a drive is out or unwritable.
 const FAILURES: u32 = 3;
 
@@ -73,9 +80,9 @@ struct Fault {
 }
 
 impl Fault {
-    fn new(reason: &str) -> Option<Self> {
+    fn new(reason: String) -> Option<Self> {
         Some(Self {
-            reason: reason.to_owned(),
+            reason,
             looked: Instant::now(),
             looking: false,
         })
@@ -147,7 +154,7 @@ impl Condition {
     /// Records that the log cannot be written.
     pub(super) fn log_failed(&self, error: &io::Error, counters: &DiskCounters) {
         count(&counters.write_errors, 1);
-        let reason = format!("the index log cannot be written: {error}");
+        let reason = format!("the index log cannot be written: {error}; {CHECK_LOG}");
         // For a drive that is out because of its files, a warning was already logged.
         if self.changed_files().is_none() {
             warn!(
@@ -167,16 +174,13 @@ impl Condition {
 
     /// Records whether a segment could be made. A full file system is not a fault.
     pub(super) fn tried_to_grow(&self, error: Option<&io::Error>) {
-        let reason = error.map(|error| format!("making a segment: {error}"));
+        let reason = error.map(|error| format!("no segment can be made: {error}; {CHECK_FOLDER}"));
         let mut faults = self.faults.lock();
         if faults.growth == reason {
             return;
         }
         match &reason {
-            Some(reason) => warn!(
-                reason,
-                "drive cannot grow: check that its folder exists and is writable"
-            ),
+            Some(reason) => warn!(reason, "drive cannot grow"),
             None => info!("drive can grow again"),
         }
         faults.growth = reason;
@@ -238,7 +242,7 @@ impl Condition {
                 reason = what,
                 "reads from a drive failed; it is taken out, and its chunks are misses until it recovers"
             );
-            faults.out = Fault::new(what);
+            faults.out = Fault::new(format!("reads fail: {what}; {CHECK_READS}"));
             self.set_out(&faults);
         }
     }
@@ -336,7 +340,7 @@ impl Faults {
                 reason = what,
                 "writes to a drive failed; the drive is read-only until it recovers"
             );
-            self.unwritable = Fault::new(what);
+            self.unwritable = Fault::new(format!("writes fail: {what}; {CHECK_WRITES}"));
         }
     }
 }

@@ -136,8 +136,8 @@ impl Known {
         };
         if self.is_behind {
             let reason =
-                "other daemons have carried out clears that this one has not yet: it does so \
-                          within seconds, unless its log says why not"
+                "other daemons have carried out clears that this daemon has not: this daemon carries \
+                          them out within seconds; if not, read its log for the reason"
                     .to_owned();
             return Err(Unavailable { reason });
         }

@@ -186,7 +186,8 @@ impl Backend for RemoteTier {
     fn health(&self) -> Health {
         if self.access.check_open().is_err() {
             return Health::Down {
-                reason: "closed".to_owned(),
+                reason: "the tier is closed, because the server is stopping: start it again"
+                    .to_owned(),
             };
         }
         self.access.health(self.clears.folder().err())

@@ -133,6 +133,9 @@ pub(super) fn explain(error: &io::Error) -> String {
                 .unwrap_or_default();
             format!("no memory left for the pool ({error}; {free}): make the pool smaller")
         }
-        _ => format!("a part of the pool cannot be used: {error}"),
+        _ => format!(
+            "a part of the pool cannot be used: {error}; make the pool smaller, and check the memory \
+             (dmesg)"
+        ),
     }
 }

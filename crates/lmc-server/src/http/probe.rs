@@ -64,8 +64,10 @@ impl Probe {
         });
         match asked.await? {
             Ok(Reply::Text(_)) => Ok(()),
-            Ok(other) => Err(format!("the engines' socket answered {other:?}")),
-            Err(error) => Err(format!("the engines' socket does not answer: {error}")),
+            Ok(other) => Err(stuck(format!("the engines' socket answered {other:?}"))),
+            Err(error) => Err(stuck(format!(
+                "the engines' socket does not answer: {error}"
+            ))),
         }
     }
 
@@ -97,11 +99,16 @@ impl Probe {
         };
         match tokio::time::timeout(DEADLINE, looked).await {
             Ok(Ok(value)) => Ok(value),
-            Ok(Err(error)) => Err(format!("{what} failed: {error}")),
-            Err(_) => Err(format!(
+            Ok(Err(error)) => Err(stuck(format!("{what} failed: {error}"))),
+            Err(_) => Err(stuck(format!(
                 "{what} does not answer within {} s",
                 DEADLINE.as_secs()
-            )),
+            ))),
         }
     }
+}
+
+/// Adds the remedy to the reason why engines are not served.
+fn stuck(reason: String) -> String {
+    format!("{reason}: read the server's log, and restart the server if this lasts")
 }
