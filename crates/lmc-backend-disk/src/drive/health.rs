@@ -344,3 +344,42 @@ impl Faults {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Causes a fault.
+    type Cause<'a> = &'a dyn Fn(&Condition);
+
+    #[test]
+    fn every_fault_of_a_drive_says_what_to_do() {
+        let (counters, error) = (DiskCounters::default(), io::Error::other("broken"));
+        let cases: [(&str, Cause<'_>); 4] = [
+            ("reads fail: late; ", &|condition| {
+                (0..FAILURES).for_each(|_| condition.read_counts_as_failed("late", &counters));
+            }),
+            ("writes fail: late; ", &|condition| {
+                (0..FAILURES).for_each(|_| condition.writes_late("late"));
+            }),
+            ("the index log cannot be written: broken; ", &|condition| {
+                condition.log_failed(&error, &counters);
+            }),
+            ("no segment can be made: broken; ", &|condition| {
+                condition.tried_to_grow(Some(&error));
+            }),
+        ];
+        for (fault, cause) in cases {
+            let condition = Condition::default();
+            cause(&condition);
+            let (Health::Degraded { reason } | Health::Down { reason }) = condition.health() else {
+                panic!("{fault}: no fault");
+            };
+            let remedy = reason.strip_prefix(fault);
+            assert!(
+                remedy.is_some_and(|remedy| remedy.contains("check ")),
+                "{reason}"
+            );
+        }
+    }
+}
