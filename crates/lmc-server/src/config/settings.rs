@@ -207,7 +207,7 @@ settings! {
             log_level: String = "log-level", Value "LEVEL", "info", log_level::parse;
             /// Format of log lines: text for people, json for programs.
             log_format: LogFormat = "log-format", Value "FORMAT", "text", |raw| parse::choice(raw, parse::LOG_FORMATS);
-            /// Requests that get a log line at level info, with request id, tokens found in memory and in lower tiers, tokens missed with the reason, and time. all: every request with a lookup. slow: requests whose lookup takes 100 ms or longer, without the time for which it may wait for a peer to compute; at most one line a second, with the number of slow requests that got no line. off: none.
+            /// Requests that get a log line at level info, with request id, tokens found in memory and in each lower tier, tokens missed with the reason, and time. all: every request with a lookup; further lines have the bytes of its stores and retrieves. slow: requests whose lookup takes 100 ms or longer, without the time for which it may wait for a peer to compute; at most one line a second, with the number of slow requests that got no line. off: none.
             request_log: RequestLog = "request-log", Value "WHICH", "slow", |raw| parse::choice(raw, parse::REQUEST_LOGS);
             /// OpenTelemetry collector that gets a span for each lookup, store and retrieve, over HTTP (OTLP in JSON), such as http://localhost:4318; a URL without a path means /v1/traces there. The spans of a request belong to the trace of its traceparent; they are not sent if the caller does not record that trace. A request without a traceparent gets a trace of its own. none sends no spans.
             otlp_endpoint: Option<Uri> = "otlp-endpoint", Value "URL", "none", parse::collector;

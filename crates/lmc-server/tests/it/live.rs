@@ -20,6 +20,8 @@ fn json(server: &Server, path: &str) -> Value {
 fn hits_are_counted_by_tier_misses_by_reason_and_durations_by_minute() {
     let drive = Folder::temporary();
     let server = Server::start(&[
+        "--request-log",
+        "all",
         "--disk-create",
         "--disk",
         drive.text(),
@@ -43,6 +45,17 @@ fn hits_are_counted_by_tier_misses_by_reason_and_durations_by_minute() {
             hits as u64
         );
     }
+
+    let bytes = CHUNKS * 32768;
+    server.line(&format!(
+        "store request=\"store\" model=\"model\" rank=0 chunks={CHUNKS} bytes={bytes} ms="
+    ));
+    server.line(&format!(
+        "retrieve request=\"1-{CHUNKS}-0\" model=\"model\" rank=0 chunks={CHUNKS} bytes={bytes} ms="
+    ));
+    server.line(&format!(
+        "memory=0 lower={TOKENS} read_from=\"disk:{TOKENS}\" missed=0"
+    ));
 
     let status = json(&server, "/status");
     let (tier, counts) = (&status["lmc"]["lower"][0], &status["lmc"]["counts"]);

@@ -13,9 +13,10 @@ use parking_lot::Mutex;
 use crate::protocol::{CacheKey, Reply, TAIL_LOOKUP, TraceParent};
 use crate::service::config::ServiceConfig;
 use crate::service::events::EventLog;
+use crate::service::misses::shown;
 use crate::service::notices::Notices;
 use crate::service::pulse::Pulse;
-use crate::service::request_log::AtomicRequestLog;
+use crate::service::request_log::{AtomicRequestLog, RequestLog};
 use crate::service::spaces::Spaces;
 use crate::service::spans::{Copied, Span, SpanStep, Spans};
 use crate::service::stats::{ServiceCounters, Stats, add};
@@ -223,14 +224,39 @@ impl Context {
         });
     }
 
-    /// As [`Self::add_span`], for a range that a worker has copied.
+    /// As [`Self::add_span`], for a range that a worker has copied, and logs the copy if every request is
+    /// logged.
     pub(super) fn add_copy(&self, key: &CacheKey, took: Duration, step: impl FnOnce() -> SpanStep) {
         let id = key.request_id.as_str();
         // A tail is retrieved under an id of its own.
         let id = id.strip_suffix(TAIL_LOOKUP).unwrap_or(id);
         let names = (id, key.model_name.as_str());
-        self.add_span(names, key.configs.parent, took, step);
+        let step = step();
+        if self.request_log.get() == RequestLog::All {
+            log_copy(names, took, &step);
+        }
+        self.add_span(names, key.configs.parent, took, || step);
     }
+}
+
+/// Logs a store or retrieve of a worker.
+fn log_copy((request, model): (&str, &str), took: Duration, step: &SpanStep) {
+    let (what, copied) = match step {
+        SpanStep::Store(copied) => ("store", copied),
+        SpanStep::Retrieve(copied) => ("retrieve", copied),
+        SpanStep::Lookup { .. } => return,
+    };
+    // Names from outside are quoted: a space in them begins no field.
+    tracing::info!(
+        request = shown(request),
+        model = shown(model),
+        rank = copied.kv_rank,
+        chunks = copied.chunks,
+        bytes = copied.bytes,
+        failed = copied.has_failed.then_some(true),
+        ms = took.as_millis() as u64,
+        "{what}"
+    );
 }
 
 /// A range of a prompt in chunks, with the hashes up to its end.

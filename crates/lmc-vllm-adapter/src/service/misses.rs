@@ -1,9 +1,10 @@
 //! Reasons of misses: counted in tokens, and logged with the request.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use lmc_engine::{DRAM, Found, Miss, MissReason, Missing};
+use lmc_engine::{DRAM, Found, Miss, MissReason, Missing, TierRun};
 use lmc_key::ChunkKey;
 
 use crate::protocol::{CacheKey, TraceParent};
@@ -105,6 +106,8 @@ pub(super) struct LookupNote {
     /// Chunks that were found; `resident` counts those that were in DRAM.
     hits: usize,
     resident: usize,
+    /// The tiers of the chunks, in prompt order; empty if no chunk was read from a lower tier.
+    runs: Vec<TierRun>,
     why: Option<MissDetail>,
     took: Duration,
 }
@@ -192,7 +195,14 @@ impl Context {
         }
         let is_whole = found.hits >= asked.chunks;
         let why = (!is_whole).then(|| self.why(asked, found));
-        self.count_end(asked, (found.hits, found.resident), why)
+        let runs = match found.was_read() {
+            true => found.runs(),
+            false => Vec::new(),
+        };
+        LookupNote {
+            runs,
+            ..self.count_end(asked, (found.hits, found.resident), why)
+        }
     }
 
     /// As [`Self::count_misses`], for a lookup that is not made because its connection is at a
@@ -217,6 +227,7 @@ impl Context {
             asked,
             hits,
             resident,
+            runs: Vec::new(),
             why,
             took: asked.begun.elapsed(),
         }
@@ -245,6 +256,14 @@ impl Context {
         };
         let tier = why.and_then(|why| self.tier_of(why.reason));
         let differs = why.map(|why| why.differs.join(","));
+        let mut read: BTreeMap<&str, u64> = BTreeMap::new();
+        for run in &note.runs {
+            if let Some(tier) = run.tier.and_then(|tier| self.engine.tier_name(tier)) {
+                *read.entry(tier).or_default() += self.tokens(run.chunks);
+            }
+        }
+        let read = read.iter().map(|(tier, tokens)| format!("{tier}:{tokens}"));
+        let read = read.collect::<Vec<_>>().join(",");
         // Names from outside are quoted: a space in them begins no field.
         tracing::info!(
             request = shown(request),
@@ -252,6 +271,7 @@ impl Context {
             tokens = self.tokens(asked.chunks),
             memory = self.tokens(note.resident),
             lower = self.tokens(note.hits - note.resident),
+            read_from = (!read.is_empty()).then_some(read),
             missed = self.tokens(asked.chunks.saturating_sub(note.hits)),
             reason = why.map(|why| why.reason.of(self.counters()).0),
             certainty = why.map(|why| if why.is_certain { "exact" } else { "probably" }),
@@ -334,7 +354,7 @@ fn tail_end(key: &CacheKey, chunk: u64) -> u64 {
 }
 
 /// Returns the start of a name from outside.
-fn shown(name: &str) -> &str {
+pub(super) fn shown(name: &str) -> &str {
     let end = name.char_indices().nth(SHOWN);
     &name[..end.map_or(name.len(), |(at, _)| at)]
 }
@@ -361,6 +381,7 @@ mod tests {
             asked: asked.waiting(wait),
             hits: 1,
             resident: 1,
+            runs: Vec::new(),
             why: None,
             took,
         }

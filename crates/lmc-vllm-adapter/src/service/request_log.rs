@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 /// engines end before the answer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum RequestLog {
-    /// Every request that looks up.
+    /// Every request that looks up, and every store and retrieve of a worker.
     All,
     /// Requests whose lookup takes 100 ms or longer, not counting a granted wait for peers to
     /// compute; at most one a second.
