@@ -9,12 +9,13 @@ use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Modifier, Style, Stylize as _};
 use ratatui::text::Line;
-use ratatui::widgets::{Block, Cell, Gauge, Paragraph, Row, Sparkline, Table};
+use ratatui::widgets::{Block, Cell, Gauge, Paragraph, Row, Sparkline, Table, Wrap};
 use serde_json::Value;
 
 use super::format::{bytes, duration, number, percent, text, took};
 use super::http::{Call, HttpUrl};
 use super::status::{health, reasons_missed};
+use crate::config::human_bytes;
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
@@ -80,6 +81,10 @@ struct Screen {
     status: Value,
     /// Shares of tokens that were found in each step of the last hour, in percent.
     found: Vec<u64>,
+    /// Bytes evicted in each second between the last two samples.
+    evicted: f64,
+    tenants: Value,
+    peers: Value,
     /// The reason why the last request had no answer.
     fault: Option<String>,
 }
@@ -88,20 +93,21 @@ impl Screen {
     fn ask(&mut self, url: &HttpUrl) -> Result<()> {
         self.status = Call::get("/status").send(url)?;
         let history = Call::get("/history").send(url)?;
-        self.found = found(
-            history["samples"]
-                .as_array()
-                .map(Vec::as_slice)
-                .unwrap_or_default(),
-        );
+        let samples = list(&history, "samples");
+        (self.found, self.evicted) = (found(&samples), evicted(&samples));
+        self.tenants = Call::get("/tenants").send(url)?;
+        let lower = list(&self.status["lmc"], "lower");
+        self.peers = match lower.iter().any(|tier| tier["tier"] == "peers") {
+            true => Call::get("/peers").send(url)?,
+            false => Value::Null,
+        };
         Ok(())
     }
 
     fn draw(&self, frame: &mut Frame<'_>) {
         let status = &self.status["lmc"];
-        let list = |field: &str| status[field].as_array().cloned().unwrap_or_default();
-        let (tiers, workers) = (list("lower"), list("instances"));
-        let faults: Vec<Line<'_>> = list("tiers")
+        let (tiers, workers) = (list(status, "lower"), list(status, "instances"));
+        let faults: Vec<String> = list(status, "tiers")
             .iter()
             .filter_map(|tier| {
                 Some(format!(
@@ -111,28 +117,57 @@ impl Screen {
                 ))
             })
             .chain(self.fault.iter().map(|fault| format!("no answer: {fault}")))
-            .map(|fault| Line::from(fault).bold())
             .collect();
+        // Words that do not fit continue on the next line, which takes some of the width.
+        let width = usize::from(frame.area().width.max(20) - 10);
+        let lines = faults.iter().map(|fault| fault.len().div_ceil(width));
+        let (tenants, peers) = (tenants(&self.tenants), peers(&self.peers));
+        let users = tenants.len().max(peers.len()) as u16;
         let heights = [
             Constraint::Length(1),
-            Constraint::Length(faults.len() as u16),
+            Constraint::Length(lines.sum::<usize>() as u16),
             Constraint::Length(tiers.len() as u16 + 3),
             Constraint::Length(6),
             Constraint::Min(6),
+            Constraint::Length((users + 3).min(8)),
             Constraint::Length((workers.len() as u16 + 3).min(10)),
             Constraint::Length(1),
         ];
-        let [head, troubles, fills, hits, middle, engines, foot] =
+        let [head, troubles, fills, hits, middle, shared, engines, foot] =
             Layout::vertical(heights).areas(frame.area());
         frame.render_widget(self.head(status), head);
-        frame.render_widget(Paragraph::new(faults), troubles);
-        draw_fills(frame, fills, status, &tiers);
+        let faults = Paragraph::new(faults.join("\n")).bold();
+        frame.render_widget(faults.wrap(Wrap { trim: true }), troubles);
+        self.draw_fills(frame, fills, status, &tiers);
         self.draw_hits(frame, hits, status);
         let [left, right] =
             Layout::horizontal([Constraint::Percentage(40), Constraint::Percentage(60)])
                 .areas(middle);
         frame.render_widget(missed(status), left);
-        frame.render_widget(operations(&list("operations")), right);
+        frame.render_widget(operations(&list(status, "operations")), right);
+        let [left, right] =
+            Layout::horizontal([Constraint::Percentage(40), Constraint::Percentage(60)])
+                .areas(shared);
+        let heads = ["tenant", "in memory", "quota"];
+        let widths = [
+            Constraint::Min(13),
+            Constraint::Length(10),
+            Constraint::Length(10),
+        ];
+        let title = match number(&self.tenants["more"]) {
+            0.0 => "tenants".to_owned(),
+            more => format!("tenants, and {more} more"),
+        };
+        frame.render_widget(table(title, &heads, &widths, tenants), left);
+        let heads = ["peer", "connected", "holds", "read", "served"];
+        let widths = [
+            Constraint::Min(16),
+            Constraint::Length(13),
+            Constraint::Length(10),
+            Constraint::Length(10),
+            Constraint::Length(10),
+        ];
+        frame.render_widget(table("peers", &heads, &widths, peers), right);
         frame.render_widget(engines_of(&workers), engines);
         frame.render_widget(
             Line::from("q quits, space pauses the screen, r refreshes at once").dim(),
@@ -151,6 +186,56 @@ impl Screen {
         .bold()
     }
 
+    /// Draws gauges of memory and of each lower tier.
+    fn draw_fills(&self, frame: &mut Frame<'_>, area: Rect, status: &Value, tiers: &[Value]) {
+        let all = bytes(&status["engine"]["evicted_bytes"]);
+        let now = human_bytes(self.evicted as u64);
+        let title = format!("memory and tiers, {all} evicted since the start, {now}/s now");
+        let block = Block::bordered().title(title);
+        let rows =
+            Layout::vertical(vec![Constraint::Length(1); tiers.len() + 1]).split(block.inner(area));
+        frame.render_widget(block, area);
+        let moved = |tier: &Value| {
+            format!(
+                ", {} read in {}, {} written",
+                bytes(&tier["promoted_bytes"]),
+                quantiles(&tier["read_time"]),
+                bytes(&tier["written_bytes"])
+            )
+        };
+        let usage = &status["usage"];
+        let memory = (
+            "memory".to_owned(),
+            &usage["used_bytes"],
+            &usage["pool_bytes"],
+            &usage["chunks"],
+            String::new(),
+        );
+        let tiers = tiers.iter().map(|tier| {
+            (
+                text(&tier["tier"]),
+                &tier["bytes"],
+                &tier["capacity"],
+                &tier["chunks"],
+                moved(tier),
+            )
+        });
+        for ((name, used, most, chunks, moved), row) in
+            std::iter::once(memory).chain(tiers).zip(rows.iter())
+        {
+            let ratio = match number(most) {
+                0.0 => 0.0,
+                most => (number(used) / most).clamp(0.0, 1.0),
+            };
+            let of = match number(most) {
+                0.0 => String::new(),
+                _ => format!(" of {}", bytes(most)),
+            };
+            let label = format!("{name}: {}{of}, {chunks} chunks{moved}", bytes(used));
+            frame.render_widget(Gauge::default().ratio(ratio).label(label), *row);
+        }
+    }
+
     fn draw_hits(&self, frame: &mut Frame<'_>, area: Rect, status: &Value) {
         let counts = &status["counts"];
         let all = percent(
@@ -161,9 +246,15 @@ impl Screen {
             .found
             .last()
             .map_or_else(String::new, |now| format!(", {now} % now"));
-        let title = format!(
-            "share of the requested tokens that were found, last hour: {all} since the start{now}"
-        );
+        let asked = number(&counts["lookup_tokens"]);
+        let memory = percent(number(&counts["hit_tokens_dram"]), asked);
+        let tiers = list(status, "lower").into_iter().map(|tier| {
+            let share = percent(number(&tier["hit_tokens"]), asked);
+            format!(", {} {share}", text(&tier["tier"]))
+        });
+        let tiers: String = tiers.collect();
+        let title =
+            format!("tokens found, last hour{now}; since the start {all}: memory {memory}{tiers}");
         let block = Block::bordered().title(title);
         let inner = usize::from(block.inner(area).width);
         let shown = &self.found[self.found.len().saturating_sub(inner)..];
@@ -183,43 +274,66 @@ fn found(samples: &[Value]) -> Vec<u64> {
     steps.collect()
 }
 
-/// Draws gauges of memory and of each lower tier.
-fn draw_fills(frame: &mut Frame<'_>, area: Rect, status: &Value, tiers: &[Value]) {
-    let block = Block::bordered().title("memory and tiers");
-    let rows =
-        Layout::vertical(vec![Constraint::Length(1); tiers.len() + 1]).split(block.inner(area));
-    frame.render_widget(block, area);
-    let usage = &status["usage"];
-    let memory = (
-        "memory".to_owned(),
-        &usage["used_bytes"],
-        &usage["pool_bytes"],
-        &usage["chunks"],
-    );
-    let tiers = tiers.iter().map(|tier| {
-        (
-            text(&tier["tier"]),
-            &tier["bytes"],
-            &tier["capacity"],
-            &tier["chunks"],
-        )
+/// Returns the bytes that were evicted in each second between the last two samples.
+fn evicted(samples: &[Value]) -> f64 {
+    let [.., before, last] = samples else {
+        return 0.0;
+    };
+    let grown = |field: &str| number(&last[field]) - number(&before[field]);
+    (grown("evicted_bytes") / grown("time").max(1.0)).max(0.0)
+}
+
+fn list(of: &Value, field: &str) -> Vec<Value> {
+    of[field].as_array().cloned().unwrap_or_default()
+}
+
+/// Returns the quantiles of durations; `-` if nothing was counted.
+fn quantiles(times: &Value) -> String {
+    format!(
+        "{} / {}",
+        took(&times["p50_seconds"]),
+        took(&times["p99_seconds"])
+    )
+}
+
+fn tenants(answer: &Value) -> Vec<Vec<String>> {
+    let quota = |quota: &Value| quota.as_u64().map_or_else(|| "-".to_owned(), human_bytes);
+    let tenants = list(answer, "tenants").into_iter();
+    let row = |one: Value| {
+        vec![
+            text(&one["tenant"]),
+            bytes(&one["bytes"]),
+            quota(&one["quota_bytes"]),
+        ]
+    };
+    tenants.map(row).collect()
+}
+
+fn peers(answer: &Value) -> Vec<Vec<String>> {
+    let peers = list(answer, "peers");
+    let here = |id: &Value| peers.iter().any(|peer| peer["id"] == *id);
+    let absent = list(answer, "named").into_iter();
+    let absent = absent.filter(|named| named["itself"] != true && !here(&named["id"]));
+    let absent = absent.map(|named| vec![text(&named["name"]), "not connected".to_owned()]);
+    let connected = peers.iter().map(|peer| {
+        let name = if peer["name"].is_string() {
+            "name"
+        } else {
+            "id"
+        };
+        vec![
+            text(&peer[name]),
+            duration(number(&peer["connected_seconds"])),
+            bytes(&peer["holds"]["bytes"]),
+            bytes(&peer["counters"]["read_bytes"]),
+            bytes(&peer["counters"]["served_bytes"]),
+        ]
     });
-    for ((name, used, most, chunks), row) in std::iter::once(memory).chain(tiers).zip(rows.iter()) {
-        let ratio = match number(most) {
-            0.0 => 0.0,
-            most => (number(used) / most).clamp(0.0, 1.0),
-        };
-        let of = match number(most) {
-            0.0 => String::new(),
-            _ => format!(" of {}", bytes(most)),
-        };
-        let label = format!("{name}: {}{of}, {chunks} chunks", bytes(used));
-        frame.render_widget(Gauge::default().ratio(ratio).label(label), *row);
-    }
+    connected.chain(absent).collect()
 }
 
 fn table<'a>(
-    title: &'a str,
+    title: impl Into<Line<'a>>,
     heads: &[&'a str],
     widths: &[Constraint],
     rows: Vec<Vec<String>>,
@@ -229,7 +343,7 @@ fn table<'a>(
     let rows = rows.into_iter().map(Row::new);
     Table::new(rows, widths.iter().copied())
         .header(head)
-        .block(Block::bordered().title(title))
+        .block(Block::bordered().title(title.into()))
 }
 
 fn missed(status: &Value) -> Table<'static> {
@@ -251,18 +365,23 @@ fn operations(operations: &[Value]) -> Table<'static> {
         vec![
             text(&one["operation"]),
             one["answered"].to_string(),
-            took(&one["p50_seconds"]),
-            took(&one["p99_seconds"]),
+            quantiles(&one["last_minute"]),
+            quantiles(one),
         ]
     });
     table(
         "requests of engines",
-        &["operation", "answered", "p50", "p99"],
+        &[
+            "operation",
+            "answered",
+            "p50 / p99, minute",
+            "since the start",
+        ],
         &[
             Constraint::Min(16),
-            Constraint::Length(10),
             Constraint::Length(8),
-            Constraint::Length(8),
+            Constraint::Length(18),
+            Constraint::Length(18),
         ],
         rows.collect(),
     )
@@ -320,10 +439,16 @@ mod tests {
         let status = json!({"status": "degraded", "lmc": {
             "uptime_seconds": 90, "chunk_size": 256,
             "usage": {"used_bytes": 1 << 30, "pool_bytes": 4u64 << 30, "chunks": 512},
-            "lower": [{"tier": "disk", "bytes": 5u64 << 30, "capacity": 10u64 << 30, "chunks": 9}],
+            "lower": [
+                {"tier": "disk", "bytes": 5u64 << 30, "capacity": 10u64 << 30, "chunks": 9, "hit_tokens": 1,
+                    "promoted_bytes": 3 << 20, "read_time": {"p50_seconds": 0.002, "p99_seconds": 0.5}},
+                {"tier": "peers"},
+            ],
+            "engine": {"evicted_bytes": 7u64 << 30},
             "tiers": [{"tier": "dram", "fault": null}, {"tier": "disk", "fault": "no answer"}],
-            "counts": {"hit_tokens": 3, "lookup_tokens": 4, "missed_evicted": 1, "missed_limit": 0},
-            "operations": [{"operation": "lookup", "answered": 7, "p50_seconds": 0.001, "p99_seconds": null}],
+            "counts": {"hit_tokens": 3, "hit_tokens_dram": 2, "lookup_tokens": 4, "missed_evicted": 1, "missed_limit": 0},
+            "operations": [{"operation": "lookup", "answered": 7, "p50_seconds": 0.001, "p99_seconds": null,
+                "last_minute": {"p50_seconds": 0.003, "p99_seconds": 0.004}}],
             "instances": [{"model": "m", "world_size": 2, "mode": "engine_driven", "chunk_bytes": 2 << 20,
                 "silent_seconds": 1, "connected": false}],
         }});
@@ -333,6 +458,18 @@ mod tests {
             address: "http://host:8080".to_owned(),
             status,
             found: found(&samples),
+            evicted: evicted(&[
+                json!({"time": 10, "evicted_bytes": 0}),
+                json!({"time": 20, "evicted_bytes": 10 << 20}),
+            ]),
+            tenants: json!({"more": 3, "tenants": [
+                {"tenant": "0123456789ab", "bytes": 6 << 20, "quota_bytes": 8 << 20},
+                {"tenant": "_default", "bytes": 1 << 20, "quota_bytes": null},
+            ]}),
+            peers: json!({
+                "peers": [{"id": "b-1", "name": "b", "connected_seconds": 5.0, "holds": {"bytes": 9 << 20}}],
+                "named": [{"id": "b-1", "name": "b"}, {"id": null, "name": "c:7700"}],
+            }),
             fault: None,
         };
         assert_eq!(screen.found, [50, 100]);
@@ -342,11 +479,20 @@ mod tests {
             "DEGRADED",
             "disk: no answer",
             "memory: 1.00 GiB of 4.00 GiB, 512 chunks",
-            "75.0 % since the start, 100 % now",
+            "100 % now; since the start 75.0 %: memory 50.0 %, disk 25.0 %, peers 0.0 %",
+            "3.00 MiB read in 2.0 ms / 500.0 ms",
+            "7.00 GiB evicted since the start, 1.00 MiB/s now",
+            "tenants, and 3 more",
+            "0123456789ab",
+            "8.00 MiB",
+            "9.00 MiB",
+            "c:7700",
+            "not connected",
+            "3.0 ms / 4.0 ms",
             "25.0 %",
             "probably evicted",
             "lookup",
-            "1.0 ms",
+            "1.0 ms / -",
             "ended",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");

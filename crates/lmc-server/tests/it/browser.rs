@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use lmc_testkit::{Folder, until};
+use lmc_testkit::{Folder, free_port, is_root, until, write_secret};
 
 use crate::common::Server;
 use crate::common::prompt::{Prompt, register_wide};
@@ -18,59 +18,123 @@ fn writes_pictures() -> bool {
     std::env::var_os("LMC_WRITE_SCREENSHOTS").is_some()
 }
 
-/// Starts a server with a drive in `folder`, and plays prompts through it for as long as the pictures need.
-fn at_work(folder: &Folder) -> Server {
-    let drive = folder.join("drive");
-    let server = Server::start(&[
-        "--l1-size-gb",
-        "128MiB",
+/// A server with a drive, a store, a peer and tenants, at work, and the servers that it reads from.
+struct AtWork {
+    server: Server,
+    peer: Server,
+    _writer: Server,
+}
+
+/// Starts the servers with their files in `folder`, and plays prompts through them for as long as the
+/// pictures need.
+fn at_work(folder: &Folder) -> AtWork {
+    let path = |name: &str| folder.join(name).to_str().expect("text").to_owned();
+    let (drive, store) = (path("drive"), path("store"));
+    fs::create_dir_all(&store).expect("a folder");
+    let store = format!("file://{store}");
+    let (at, own) = (free_port(), free_port());
+    let (at, own) = (format!("127.0.0.1:{at}"), format!("127.0.0.1:{own}"));
+    let writer = Server::start(&["--l1-size-gb", "64MiB", "--remote", &store]);
+    let peer = Server::start(&["--l1-size-gb", "64MiB", "--p2p-listen", &at]);
+    let mut flags = vec!["--l1-size-gb", "128MiB", "--quota", "team-a=32MiB"];
+    flags.extend([
         "--disk-create",
         "--disk-size",
         "512MiB",
         "--disk-keep-free",
         "0",
-        "--disk",
-        drive.to_str().expect("text"),
     ]);
-    let mut client = server.client();
+    flags.extend(["--disk", &drive, "--remote", &store]);
+    flags.extend(["--p2p-listen", &own, "--p2p-peer", &at]);
+    let server = Server::start(&flags);
+    let (mut client, mut of_peer, mut of_writer) =
+        (server.client(), peer.client(), writer.client());
     // Chunks of 1 MiB: memory holds twenty prompts, and the drive the others.
     let shm_name = register_wide(&mut client, 256);
+    let shm_of_peer = register_wide(&mut of_peer, 256);
+    let shm_of_writer = register_wide(&mut of_writer, 256);
     let begun = Instant::now();
     let mut request = 0u32;
     // Uses enough for the hit ratio by size; for the pictures, some samples of the last hour.
     while request < 200 || (writes_pictures() && begun.elapsed() < Duration::from_secs(90)) {
         request += 1;
-        let prompt =
-            Prompt(request * request % 53 + u32::from(request.is_multiple_of(9)) * request);
+        let own = request * request % 53 + u32::from(request.is_multiple_of(9)) * request;
+        let prompt = match request % 11 {
+            3 => {
+                let prompt = Prompt(1_000_000 + request);
+                prompt.try_store(&mut of_peer, &shm_of_peer);
+                prompt
+            }
+            5 => {
+                Prompt(1_500_000 + request).try_store(&mut of_writer, &shm_of_writer);
+                // Written to the store by now.
+                Prompt(1_500_000 + request.saturating_sub(11))
+            }
+            _ => Prompt(own),
+        };
         if prompt.retrieve(&mut client, &shm_name, &format!("{request}")) == 0 {
             prompt.try_store(&mut client, &shm_name);
         }
     }
-    server
+    // Stored last, so that they are not evicted.
+    for (number, salt) in (2_000_000..).zip(["team-a", "team-b", "team-a"]) {
+        Prompt(number).store_salted(&mut client, &shm_name, salt);
+    }
+    AtWork {
+        server,
+        peer,
+        _writer: writer,
+    }
 }
 
-#[test]
-#[ignore = "needs Chromium and tools of npm: cargo xtask test-page"]
-fn the_page_shows_a_server_at_work_to_every_reader() {
-    let folder = Folder::temporary();
-    let server = at_work(&folder);
+/// Opens the page in Chromium in one of the cases of page.mjs.
+fn open_page(case: &str, server: &Server, pictures: &Path, token: &str) {
     let tools = std::env::var_os("LMC_TEST_BROWSER");
     let tools = tools.expect("LMC_TEST_BROWSER names a folder: cargo xtask test-page does");
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../xtask/browser/page.mjs");
     let mut node = Command::new("node");
-    node.arg(script).arg(tools);
+    node.arg(script).arg(case).arg(tools);
     node.arg(format!("http://127.0.0.1:{}/", server.http));
+    node.arg(pictures).env("LMC_TEST_TOKEN", token);
+    let done = node.output().expect("node runs");
+    let said = String::from_utf8_lossy(&done.stdout) + String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "{said}");
+}
+
+#[test]
+#[ignore = "needs Chromium and tools of npm: cargo xtask test-page"]
+fn the_page_shows_a_server_at_work_and_its_faults_to_every_reader() {
+    let folder = Folder::temporary();
+    let AtWork {
+        server,
+        peer,
+        _writer,
+    } = at_work(&folder);
     let pictures = match writes_pictures() {
         true => Path::new(PICTURES).to_owned(),
         false => folder.join("pictures"),
     };
     fs::create_dir_all(&pictures).expect("a folder");
-    let done = node.arg(&pictures).output().expect("node runs");
-    let said = String::from_utf8_lossy(&done.stdout) + String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success(), "{said}");
+    open_page("work", &server, &pictures, "");
     for name in ["page-light.png", "page-dark.png"] {
         assert!(pictures.join(name).is_file(), "{name}");
     }
+    drop(peer);
+    open_page("fault", &server, &pictures, "");
+}
+
+#[test]
+#[ignore = "needs Chromium and tools of npm: cargo xtask test-page"]
+fn the_page_asks_for_the_token() {
+    // The server trusts root, so that the page is read through the relay of another user.
+    if !is_root() {
+        return println!("skipped: not root");
+    }
+    let folder = Folder::temporary();
+    let (file, token) = (folder.join("token"), "0123456789abcdef");
+    write_secret(&file, token);
+    let server = Server::start(&["--http-token-file", file.to_str().expect("text")]);
+    open_page("token", &server, &folder.join("pictures"), token);
 }
 
 /// A terminal of its own, which ends with this value.
@@ -85,10 +149,10 @@ impl Terminal {
             .expect("tmux: cargo xtask test-page installs it")
     }
 
-    /// Runs a program in a terminal of 110 columns and 36 lines.
+    /// Runs a program in a terminal of 120 columns and 44 lines.
     fn run(program: &[&str]) -> Self {
         let terminal = Self(format!("lmc-{}", std::process::id()));
-        let size = ["new-session", "-d", "-x", "110", "-y", "36"];
+        let size = ["new-session", "-d", "-x", "120", "-y", "44"];
         let started = terminal.tmux(&[&size[..], program].concat());
         assert!(started.status.success(), "{started:?}");
         terminal
@@ -112,7 +176,11 @@ impl Drop for Terminal {
 #[ignore = "needs tmux: cargo xtask test-page"]
 fn lmc_top_shows_a_server_at_work_and_ends_by_its_key() {
     let folder = Folder::temporary();
-    let server = at_work(&folder);
+    let AtWork {
+        server,
+        peer,
+        _writer,
+    } = at_work(&folder);
     let url = format!("http://127.0.0.1:{}", server.http);
     let terminal = Terminal::run(&[env!("CARGO_BIN_EXE_lmc"), "top", "--url", &url]);
     let shows = |wanted: &[&str]| {
@@ -123,6 +191,11 @@ fn lmc_top_shows_a_server_at_work_and_ends_by_its_key() {
         "chunks of 256 tokens",
         "memory",
         "disk",
+        "peers: ",
+        "remote",
+        "_default",
+        "127.0.0.1:",
+        "evicted since the start",
         "requests of engines",
         "not found, since the start",
         "engines",
@@ -133,6 +206,10 @@ fn lmc_top_shows_a_server_at_work_and_ends_by_its_key() {
         let screen = terminal.screen().expect("it is there");
         fs::write(Path::new(PICTURES).join("top.txt"), screen).expect("the folder of pictures");
     }
+    drop(peer);
+    until("the fault and its remedy are shown", || {
+        shows(&["no peer is connected: run"])
+    });
     // A server that has gone is named, and the last state stays.
     drop(server);
     terminal.tmux(&["send-keys", "r"]);
