@@ -96,9 +96,11 @@ class Engine(Child):
     package = None
     # Threads of the computation.
     threads = "1"
+    # Python with vLLM.
+    python = sys.executable
 
     def __init__(self, name, model, prefix=(), **options):
-        command = [*prefix, sys.executable, os.path.join(HERE, "engine.py"), "--model", model]
+        command = [*prefix, Engine.python, os.path.join(HERE, "engine.py"), "--model", model]
         for key, value in options.items():
             if value is not False:
                 command += [f"--{key.replace('_', '-')}"] + ([] if value is True else [str(value)])

@@ -1,8 +1,10 @@
-"""Checks the packages for operators: package_check.py GLIBC FOLDER
+"""Checks the packages for operators: package_check.py GLIBC FOLDER OTHER
 
 FOLDER is what `cargo xtask package` makes. The checksums name every package. The archive holds the
 program, a page for each command and completions; the program needs no later glibc than that. It is
-unpacked over a folder, and the server starts there and serves load whose bytes are compared.
+unpacked over a folder, and the server starts there and serves load whose bytes are compared. Two of
+its servers read each other over NIXL. OTHER is a program with other machine code, to which the Debian
+package is upgraded.
 
 Prints one line a check and ends with `N passed, N failed`. Every wait has a deadline.
 """
@@ -16,10 +18,12 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 
 import package_deb
 import package_image
 from checks import check, finish, free_port, skip
+from harness import eventually, script_folder
 from package_deb import program_of
 from wheel_check import DEADLINE, listens, ran, run, text
 
@@ -39,6 +43,8 @@ def sums(folder):
         named = {line.split()[1] for line in lines}
     there = set(os.listdir(folder)) - {"SHA256SUMS"}
     check("SHA256SUMS names every package", named == there, str(sorted(named ^ there)))
+    kinds = {name.rsplit(".", 1)[-1] for name in there}
+    check("an archive and a wheel are among them", {"gz", "whl"} <= kinds, str(sorted(there)))
 
 
 def commands(lmc, *path):
@@ -61,7 +67,12 @@ def archive(path, glibc):
     top = os.path.basename(path).removesuffix(".tar.gz")
     with tarfile.open(path) as tar:
         members = tar.getmembers()
-        program_of("archive", tar.extractfile(f"{top}/bin/lmc").read(), glibc)
+        program = tar.extractfile(f"{top}/bin/lmc").read()
+    program_of("archive", program, glibc)
+    [wheel] = glob.glob(os.path.join(os.path.dirname(path), "*.whl"))
+    with zipfile.ZipFile(wheel) as files:
+        [inside] = [name for name in files.namelist() if name.endswith("/scripts/lmc")]
+        check("the wheel has the archive's program", files.read(inside) == program)
     outside = [m.name for m in members if m.name.split("/")[0] != top or ".." in m.name.split("/")]
     check("everything in the archive lies in one folder", not outside, str(outside))
     odd = [m.name for m in members if (m.uid, m.gid) != (0, 0) or m.mode != (
@@ -87,6 +98,7 @@ def unpacked(prefix):
     pages(lmc, os.path.join(prefix, "share", "man", "man1"))
     completions(prefix)
     serves(lmc, prefix)
+    over_nixl(lmc, prefix)
 
 
 def pages(lmc, folder):
@@ -151,12 +163,58 @@ def serves(lmc, folder):
                 print(said.read())
 
 
+def over_nixl(lmc, folder):
+    """A server that reads from another over NIXL, with NVIDIA's library."""
+    environment = script_folder("nixl.sh", "the program reads over NIXL")
+    if environment is None:
+        return
+    key = os.path.join(folder, "key")
+    with open(os.open(key, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
+        file.write("0123456789abcdef" * 4)
+    env = dict(os.environ, LMC_NIXL_LIBRARY=os.path.join(environment, "libnixl_capi.so"), UCX_TLS="tcp")
+    servers, peer = [], ()
+    try:
+        for name in ("owner", "reader"):
+            port, http, listen = (str(free_port()) for _ in range(3))
+            flags = ["--p2p-listen", f"127.0.0.1:{listen}", "--p2p-transport", "nixl",
+                     "--p2p-interfaces", "lo", "--p2p-key", key, *peer]
+            log = os.path.join(folder, f"{name}.log")
+            with open(log, "w") as out:
+                server = subprocess.Popen(
+                    [lmc, "serve", "--port", port, "--http-port", http, "--l1-size-gb", "256MiB",
+                     "--state-dir", "none", *flags],
+                    stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env)
+            peer = ("--p2p-peer", f"127.0.0.1:{listen}")
+            urls = ["--url", f"tcp://127.0.0.1:{port}", "--http-url", f"http://127.0.0.1:{http}"]
+            servers.append((server, log, urls))
+            if not check(f"the {name} starts with NIXL", listens(server, int(port))):
+                return
+        (_, _, owner), (reader, log, urls) = servers
+        load = ["bench", "--force", "--model", "nixl", "--seed", "7", "--warmup", "0", "--count", "6"]
+        ran("prompts are stored at the owner", lmc, *load, "--workload", "store", *owner)
+
+        def met():
+            with open(log) as said:
+                return "peer has NIXL" in said.read()
+
+        check("the reader has met the owner over NIXL", eventually(met))
+        ran("the reader gets the bytes that were stored at the owner", lmc, *load, "--workload",
+            "retrieve", "--prompts", "6", *urls)
+        _, said = run(lmc, "peers", "--json", "--url", urls[-1])
+        counts = [int(n) for n in re.findall(r'"read_nixl_bytes": (\d+)', said)]
+        check("and they came over NIXL", sum(counts) > 0, str(counts) if counts else said)
+    finally:
+        for server, _, _ in servers:
+            server.terminate()
+            server.wait(DEADLINE)
+
+
 def main():
-    glibc, folder = sys.argv[1:]
+    glibc, folder, other = sys.argv[1:]
     sums(folder)
     [path] = glob.glob(os.path.join(folder, "*.tar.gz"))
     archive(path, glibc)
-    package_deb.deb(folder, glibc)
+    package_deb.deb(folder, glibc, other)
     package_image.image(path)
     finish()
 

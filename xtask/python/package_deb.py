@@ -1,8 +1,9 @@
 """Checks of the Debian package, in Debians without anything else.
 
 It holds what it should, and passes lintian and `systemd-analyze verify`. Without systemd it is
-installed, started by its unit's command line as its user, and removed without a trace. With systemd
-its service starts, proves to be alive, is started again when it is killed or stuck, and is removed.
+installed, started by its unit's command line as its user, serves a stock client, and is removed without
+a trace. With systemd its service starts, proves to be alive, is started again when it is killed or
+stuck, is upgraded while a stock client is at work, and is removed.
 """
 
 import glob
@@ -10,6 +11,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 
@@ -17,6 +19,7 @@ from elftools.elf.elffile import ELFFile
 
 from checks import check, skip
 from debian_machine import CGROUPS, DEADLINE, Machine, debian, ran
+from package_client import Work, client, found, served
 from wheel_check import LIBRARIES, needs, runs_with
 
 BENCH = ("lmc", "bench", "--url", "tcp://127.0.0.1:5555", "--http-url", "http://127.0.0.1:8080")
@@ -38,7 +41,7 @@ def program_of(package, content, glibc):
           ", ".join(sorted(libraries)))
 
 
-def deb(folder, glibc):
+def deb(folder, glibc, other):
     """The checks, as far as this machine can make them."""
     paths = glob.glob(os.path.join(folder, "*.deb"))
     if not paths:
@@ -57,7 +60,7 @@ def deb(folder, glibc):
         return
     with Machine(there, "tools", "base", systemd=True) as machine:
         linted(machine, path)
-        service(machine, path)
+        service(machine, path, other)
 
 
 def contents(path, glibc):
@@ -103,7 +106,11 @@ def bare(machine, path):
     try:
         if check("the unit's command line starts the server as that user", machine.eventually(
                 "lmc", "status")):
-            serving(machine)
+            with client(machine) as engine:
+                serving(machine)
+                if engine and check("vLLM starts next to it", engine.ready()):
+                    served(engine, "stock client", 1)
+        without_nixl(machine, *as_user)
     finally:
         # It is the only process of its user.
         machine.run("sh", "-c", "kill $(find /proc -maxdepth 1 -user lmc -printf '%f ')")
@@ -115,6 +122,16 @@ def bare(machine, path):
     ran(machine, "it is purged", "apt-get", "purge", "--yes", "lmc")
     machine.run("rm", "/root/lmc.deb")
     traces(machine, before)
+
+
+def without_nixl(machine, *as_user):
+    """A server that needs NIXL, where NIXL is not installed."""
+    machine.run(*as_user, "sh", "-c", "umask 077; printf '%064d' 7 >/var/lib/lmc/key")
+    ok, said = machine.run(*as_user, "lmc", "serve", "--port", "5556", "--http-port", "8081",
+                           "--l1-size-gb", "64MiB", "--p2p-listen", "127.0.0.1:7700", "--p2p-key",
+                           "/var/lib/lmc/key", "--p2p-transport", "nixl")
+    check("without NIXL the error says how to install it", not ok and
+          "pip install nixl-cu12" in said and "LMC_NIXL_LIBRARY=" in said, said)
 
 
 def serving(machine):
@@ -153,7 +170,7 @@ def shows(machine, name):
     return said
 
 
-def service(machine, path):
+def service(machine, path, other):
     """The service under systemd."""
     before = machine.files()
     machine.write(SHORT_WATCHDOG, "/etc/systemd/system/lmc.service.d/watchdog.conf")
@@ -182,7 +199,7 @@ def service(machine, path):
     shells(machine)
     serving(machine)
     comes_back(machine)
-    upgraded(machine, path)
+    upgraded(machine, path, other)
     other_user(machine)
     ran(machine, "it is purged", "dpkg", "--purge", "lmc")
     ok, said = machine.run("systemctl", "is-active", "lmc")
@@ -229,8 +246,8 @@ def status(machine):
     return json.loads(said)["lmc"]
 
 
-def later(path, top):
-    """Builds the same package as a later version of itself, in a folder. Returns its path."""
+def later(path, other, top):
+    """Builds a later version of a package, with another program, in a folder. Returns its path."""
     tree = os.path.join(top, "tree")
     subprocess.run(["dpkg-deb", "--raw-extract", path, tree], check=True)
     control = os.path.join(tree, "DEBIAN", "control")
@@ -238,41 +255,58 @@ def later(path, top):
         fields = re.sub("^(Version: .*)$", r"\1+later", file.read(), flags=re.MULTILINE)
     with open(control, "w") as file:
         file.write(fields)
+    shutil.copy(other, os.path.join(tree, "usr", "bin", "lmc"))
     built = os.path.join(top, "later.deb")
     subprocess.run(["dpkg-deb", "--root-owner-group", "-Zgzip", "--build", tree, built], check=True,
                    stdout=subprocess.DEVNULL)
     return built
 
 
-def upgraded(machine, path):
-    """A later version over this one: what is on the drive is found."""
+def upgraded(machine, path, other):
+    """A later version over this one while a client is at work: what is on the drive is found."""
     load = (*BENCH, "--force", "--model", "upgrade", "--seed", "7", "--warmup", "0", "--count",
             str(PROMPTS))
-    ran(machine, "prompts are stored", *load, "--workload", "store")
-    written = machine.eventually("sh", "-c", "lmc status --json | grep -q '\"queued_bytes\": 0,'")
-    before = status(machine)["lower"][0]
-    check("they are on the drive", written and before["chunks"] >= PROMPTS, str(before["chunks"]))
+    with client(machine) as engine, tempfile.TemporaryDirectory(prefix="lmc-later-") as top:
+        machine.put(later(path, other, top), "/root/later.deb")
+        ran(machine, "prompts are stored", *load, "--workload", "store")
+        work = known = None
+        if engine and check("vLLM starts next to the service", engine.ready()):
+            known = [served(engine, "before the upgrade", seed) for seed in (1, 2)]
+        written = machine.eventually("sh", "-c", "lmc status --json | grep -q '\"queued_bytes\": 0,'")
+        before = status(machine)["lower"][0]["chunks"]
+        wanted = 8 * PROMPTS + (18 if known else 0)
+        check("they are on the drive", written and before >= wanted, f"{before} of {wanted}")
+        if known:
+            work = Work(engine, 1, known[0])
+            check("vLLM is at work before the upgrade", work.await_batches(2))
+        process, program = running(machine)
+        ran(machine, "a later version is installed over it", "dpkg", "--install", "/root/later.deb")
+        machine.run("rm", "/root/later.deb")
+        version = machine.run("dpkg-query", "--show", "--showformat", "${Version}", "lmc")[1]
+        check("it is the later version", version.endswith("+later"), version)
+        after = running(machine)
+        check("its server is active, and is another program",
+              machine.run("systemctl", "is-active", "lmc")[1] == "active" and after[0] != process
+              and after[1] not in ("", program), str(after))
+        chunks = status(machine)["lower"][0]["chunks"]
+        check("it has found every chunk of the drive", chunks >= before, f"{chunks} of {before}")
+        if work:
+            check("vLLM is at work after the upgrade", work.await_batches(2))
+            work.end()
+        promoted = status(machine)["lower"][0]["promoted"]
+        ran(machine, "the same prompts are hits, with the bytes that were stored", *load, "--workload",
+            "retrieve", "--prompts", str(PROMPTS))
+        if known:
+            found(engine, "after the upgrade", 2, known[1])
+        wanted = 8 * PROMPTS + (9 if known else 0)
+        read = status(machine)["lower"][0]["promoted"] - promoted
+        check("they came from the drive", read >= wanted, f"{read} of {wanted} chunks")
+
+
+def running(machine):
+    """The process of the service, and the checksum of its program."""
     process = shows(machine, "MainPID")
-    with tempfile.TemporaryDirectory(prefix="lmc-later-") as top:
-        machine.put(later(path, top), "/root/later.deb")
-    ran(machine, "a later version is installed over it", "dpkg", "--install", "/root/later.deb")
-    machine.run("rm", "/root/later.deb")
-    version = machine.run("dpkg-query", "--show", "--showformat", "${Version}", "lmc")[1]
-    check("it is the later version", version.endswith("+later"), version)
-    check("its server is active", machine.run("systemctl", "is-active", "lmc")[1] == "active"
-          and shows(machine, "MainPID") not in ("0", process))
-    start = status(machine)
-    after = start["lower"][0]
-    check("it has found every chunk of the drive", after["chunks"] == before["chunks"],
-          f"{after['chunks']} of {before['chunks']}")
-    check("and has none in memory", start["usage"]["chunks"] == 0)
-    ran(machine, "the same prompts are hits, with the bytes that were stored", *load, "--workload",
-        "retrieve", "--prompts", str(PROMPTS))
-    found = status(machine)
-    check("they came from the drive", found["lower"][0]["promoted"] > 0
-          and found["counts"]["stored_chunks"] == 0,
-          f"{found['lower'][0]['promoted']} chunks read, {found['counts']['stored_chunks']} stored, "
-          f"missed: { {why: n for why, n in found['counts'].items() if why.startswith('missed') and n} }")
+    return process, machine.run("sha256sum", f"/proc/{process}/exe")[1].split(" ")[0]
 
 
 def other_user(machine):

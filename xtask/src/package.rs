@@ -1,7 +1,7 @@
 //! `cargo xtask package`: what operators install, in target/packages, with its checksums.
 //!
-//! Every package holds the program of the wheel, which is linked for an old glibc, and its pages and
-//! completions, which the program prints itself.
+//! Archive and Debian package hold the program of the wheel, which is linked for an old glibc, and its
+//! pages and completions, which the program prints itself.
 
 mod archive;
 mod deb;
@@ -20,7 +20,7 @@ use crate::{packages, shown, target};
 /// File of checksums beside the packages.
 const SUMS: &str = "SHA256SUMS";
 
-/// Build what operators install: an archive, and a Debian package with a service
+/// Build what operators install: an archive, a Debian package with a service, and the wheel
 ///
 /// The packages and their checksums are in target/packages.
 #[derive(Debug, clap::Args)]
@@ -37,16 +37,21 @@ pub(crate) fn run(args: &PackageArgs) -> Result<bool> {
         Err(why) if why.is::<NotToBeHad>() => return Ok(scripts::skipped("package", &why)),
         Err(fault) => return Err(fault),
     };
+    let other = match args.check {
+        true => Some(wheel::other_program(&tools)?),
+        false => None,
+    };
+    let wheel = wheel::build(&tools)?;
     let program = wheel::program(&tools)?;
-    let folder = build(&program)?;
-    match args.check {
-        true => Ok(check(&tools, &folder)? & check_kubernetes(&program)?),
-        false => Ok(true),
+    let folder = build(&program, &wheel)?;
+    match other {
+        Some(other) => Ok(check(&tools, &folder, &other)? & check_kubernetes(&program)?),
+        None => Ok(true),
     }
 }
 
-/// Builds every package of a program. Returns their folder.
-fn build(program: &Path) -> Result<PathBuf> {
+/// Builds every package of a program, and copies the wheel that contains it. Returns their folder.
+fn build(program: &Path, wheel: &Path) -> Result<PathBuf> {
     let folder = target()?.join("packages");
     let _ = fs::remove_dir_all(&folder);
     fs::create_dir_all(&folder)?;
@@ -58,6 +63,9 @@ fn build(program: &Path) -> Result<PathBuf> {
         false => println!("no dpkg-deb here: no Debian package is built"),
     }
     fs::remove_dir_all(&scratch)?;
+    let name = wheel.file_name().context("the wheel is a file")?;
+    fs::copy(wheel, folder.join(name))?;
+    built.push(name.to_string_lossy().into_owned());
     let mut sums = Command::new("sha256sum");
     let sums = sums.args(&built).current_dir(&folder);
     let sums = shown::output(sums, tree::LIMIT)?;
@@ -70,12 +78,12 @@ fn build(program: &Path) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Runs the checks of the packages.
-fn check(tools: &Path, folder: &Path) -> Result<bool> {
+/// Runs the checks of the packages. The service is upgraded to `other`, a program of the same sources.
+fn check(tools: &Path, folder: &Path, other: &Path) -> Result<bool> {
     let mut check = Command::new(tools.join("python"));
     check
         .args(["xtask/python/package_check.py", GLIBC])
-        .arg(folder);
+        .args([folder, other]);
     passes(&mut check)
 }
 

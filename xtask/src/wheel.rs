@@ -3,16 +3,19 @@
 //! The glibc that a program needs is settled when it is linked. So the crates are those of the
 //! ordinary release build, and zig links the program and the module for the older glibc. The C code
 //! of the crates `blake3` and `ring` is compiled against this machine's headers;
-//! `wheel_check.py` reads from the files in the wheel what they need.
+//! `wheel_check.py` reads from the files in the wheel what they need. The program has NIXL, which it
+//! loads where it finds it. zig compiles the C++ code of the crate `nixl-sys`, and links zig's own
+//! C++ library into the program.
 
-use std::fs;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::{env, fs, iter};
 
 use anyhow::{Context, Result, ensure};
 
 use crate::scripts::{self, NotToBeHad};
-use crate::{shown, target};
+use crate::{nixl, shown, target};
 
 /// Oldest glibc that the wheel and the packages run with: that of manylinux_2_28.
 pub(crate) const GLIBC: &str = "2.28";
@@ -58,19 +61,52 @@ pub(crate) fn installed() -> Result<PathBuf> {
 /// # Errors
 /// [`NotToBeHad`] where they cannot be had on this machine.
 pub(crate) fn tools() -> Result<PathBuf> {
+    nixl::build_tools()?;
     let folder = scripts::set_up("xtask/python/wheel.sh", &[GLIBC])?;
     Ok(PathBuf::from(folder).join("bin"))
 }
 
 /// Builds the program for [`GLIBC`] and later. Returns its path.
 pub(crate) fn program(tools: &Path) -> Result<PathBuf> {
+    program_with(tools, &[])?;
+    Ok(target()?.join("release/lmc"))
+}
+
+/// Builds the program from the same sources with other machine code, as a later version has it, for
+/// checks of an upgrade. Returns its path.
+pub(crate) fn other_program(tools: &Path) -> Result<PathBuf> {
+    program_with(tools, &["-C", "opt-level=1"])?;
+    let other = target()?.join("lmc-other");
+    fs::copy(target()?.join("release/lmc"), &other)?;
+    Ok(other)
+}
+
+/// Builds the program at target/release/lmc with further flags of rustc.
+fn program_with(tools: &Path, flags: &[&str]) -> Result<()> {
     let mut program = Command::new("cargo");
     program
         .args(["rustc", "--release", "--locked"])
-        .args(["--package", "lmc-server", "--bin", "lmc"])
-        .args(["--", "-C", &linker(tools)]);
-    shows(&mut program)?;
-    Ok(target()?.join("release/lmc"))
+        .args([
+            "--package",
+            "lmc-server",
+            "--bin",
+            "lmc",
+            "--features",
+            "nixl",
+        ])
+        .args(["--", "-C", &linker(tools)])
+        .args(flags)
+        .env("PATH", compilers(tools)?)
+        // Cargo compiles C++ code again when this changes, and not when `g++` does.
+        .env("CXXFLAGS", "-DLMC_PACKAGE");
+    shows(&mut program)
+}
+
+/// Returns the variable PATH with a `g++` that is zig: `nixl-sys` takes no other name.
+fn compilers(tools: &Path) -> Result<OsString> {
+    let path = env::var_os("PATH").unwrap_or_default();
+    let folders = iter::once(tools.join("cxx")).chain(env::split_paths(&path));
+    Ok(env::join_paths(folders)?)
 }
 
 /// Returns the flag of rustc by which it links for [`GLIBC`].
@@ -79,7 +115,7 @@ fn linker(tools: &Path) -> String {
 }
 
 /// Builds the wheel and returns its path.
-fn build(tools: &Path) -> Result<PathBuf> {
+pub(crate) fn build(tools: &Path) -> Result<PathBuf> {
     let built = program(tools)?;
     fs::create_dir_all(SCRIPTS)?;
     fs::copy(&built, Path::new(SCRIPTS).join("lmc"))
