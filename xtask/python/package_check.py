@@ -202,7 +202,8 @@ def over_nixl(lmc, folder):
             "retrieve", "--prompts", "6", *urls)
         _, said = run(lmc, "peers", "--json", "--url", urls[-1])
         counts = [int(n) for n in re.findall(r'"read_nixl_bytes": (\d+)', said)]
-        check("and they came over NIXL", sum(counts) > 0, str(counts) if counts else said)
+        # Six prompts of eight chunks of 512 KiB.
+        check("and all of them came over NIXL", 6 * 8 << 19 in counts, str(counts) if counts else said)
     finally:
         for server, _, _ in servers:
             server.terminate()

@@ -49,7 +49,7 @@ def client(machine):
 def served(engine, what, seed):
     """Prompts that are computed, and then loaded. Returns what was answered."""
     computed, cached = engine.generate(prompts(seed, *LENGTHS))
-    check(f"{what}: vLLM computes prompts that nobody has stored", cached == [0] * len(LENGTHS),
+    check(f"{what}: vLLM computes prompts that are not stored", cached == [0] * len(LENGTHS),
           str(cached))
     found(engine, what, seed, computed)
     return computed

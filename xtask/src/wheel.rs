@@ -72,10 +72,10 @@ pub(crate) fn program(tools: &Path) -> Result<PathBuf> {
     Ok(target()?.join("release/lmc"))
 }
 
-/// Builds the program from the same sources with other machine code, as a later version has it, for
-/// checks of an upgrade. Returns its path.
+/// Builds the program from the same sources without optimization, for checks of an upgrade to a program
+/// with other machine code. Returns its path.
 pub(crate) fn other_program(tools: &Path) -> Result<PathBuf> {
-    program_with(tools, &["-C", "opt-level=1"])?;
+    program_with(tools, &["-C", "opt-level=0"])?;
     let other = target()?.join("lmc-other");
     fs::copy(target()?.join("release/lmc"), &other)?;
     Ok(other)
