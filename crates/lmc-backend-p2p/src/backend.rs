@@ -83,7 +83,7 @@ impl P2pConfig {
     /// # Errors
     /// [`SocketError`].
     pub fn start(self, host: Arc<dyn Host>, runtime: Handle) -> Result<P2pBackend, SocketError> {
-        let P2pConfig {
+        let Self {
             mut node,
             mut channel,
             peers,

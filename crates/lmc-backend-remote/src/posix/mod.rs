@@ -90,7 +90,7 @@ impl FileConfig {
     /// No thread can be started.
     pub fn open(self) -> std::io::Result<FileStore> {
         let values = Arc::new(Values::new(Tree::new(self.root), self.direct));
-        let FileConfig { max_bytes, ttl, .. } = self;
+        let Self { max_bytes, ttl, .. } = self;
         let limits = Limits {
             ttl,
             dry_run: false,

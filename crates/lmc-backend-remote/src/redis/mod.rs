@@ -175,7 +175,7 @@ impl RedisConfig {
             askers: Semaphore::new(ASKERS),
             listings: Listings::default(),
             is_closed: AtomicBool::new(false),
-            config: RedisConfig {
+            config: Self {
                 connections,
                 ..self
             },

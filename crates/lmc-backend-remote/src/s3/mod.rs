@@ -167,7 +167,7 @@ impl S3Config {
             rewriters: Semaphore::new(REWRITES),
             requests: Semaphore::new(REQUESTS),
             keeps_age: AtomicBool::new(false),
-            config: S3Config {
+            config: Self {
                 values_at_once: values,
                 ..self
             },

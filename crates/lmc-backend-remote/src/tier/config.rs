@@ -32,9 +32,11 @@ pub struct RemoteConfig {
     pub salt_digest: Option<SaltDigest>,
 }
 
+type Digest = dyn Fn(&str) -> [u8; 16] + Send + Sync;
+
 /// A function that returns the digest of a salt.
 #[derive(Clone)]
-pub struct SaltDigest(Arc<dyn Fn(&str) -> [u8; 16] + Send + Sync>);
+pub struct SaltDigest(Arc<Digest>);
 
 impl SaltDigest {
     /// Wraps a function.

@@ -328,7 +328,7 @@ fn a_clear_at_one_daemon_reaches_the_others_and_deletes_nothing() {
     });
     // No chunk passes until the engine has carried it out.
     assert!(matches!(other.load(key), Loaded::Failed { .. }));
-    assert!(other.store(key).is_err() && other.reason().contains("has not yet"));
+    assert!(other.store(key).is_err() && other.reason().contains("this daemon has not"));
     other.follow();
     assert!(!other.is_hit(key));
     assert!(rig.store.bytes(stored).is_some());

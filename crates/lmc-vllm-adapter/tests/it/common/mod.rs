@@ -42,7 +42,7 @@ pub(crate) struct Server {
 fn shared_arena(bytes: usize) -> ArenaConfig {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    ArenaConfig::shared(&format!("lmc_test_{}_{number}", std::process::id()), bytes)
+    ArenaConfig::shared(format!("lmc_test_{}_{number}", std::process::id()), bytes)
 }
 
 impl Server {
