@@ -404,8 +404,7 @@ impl Backend for DiskBackend {
     fn health(&self) -> Health {
         if self.closed() {
             return Health::Down {
-                reason: "the tier is closed, because the server is stopping: start it again"
-                    .to_owned(),
+                reason: "the tier is closed: the server is stopping".to_owned(),
             };
         }
         self.probe();

@@ -117,6 +117,8 @@ pub struct CacheBuilder {
     tiers: Vec<LowerTier>,
     engine: EngineConfig,
     host: Option<EngineHost>,
+    #[cfg(feature = "shared")]
+    runtime: Option<tokio::runtime::Handle>,
 }
 
 impl CacheBuilder {
@@ -137,6 +139,8 @@ impl CacheBuilder {
             tiers: Vec::new(),
             engine: EngineConfig::default(),
             host: None,
+            #[cfg(feature = "shared")]
+            runtime: None,
         }
     }
 
@@ -214,6 +218,15 @@ impl CacheBuilder {
         self
     }
 
+    /// Sets the runtime of the tiers and the engine; it needs a timer, and network I/O for peers and
+    /// stores. Default: threads of the cache's own.
+    #[cfg(feature = "shared")]
+    #[must_use]
+    pub fn runtime(mut self, runtime: tokio::runtime::Handle) -> Self {
+        self.runtime = Some(runtime);
+        self
+    }
+
     /// Sets the engine's host, for tiers that were given it. Default: a host of the cache's own.
     #[must_use]
     pub fn host(mut self, host: EngineHost) -> Self {
@@ -242,17 +255,17 @@ impl CacheBuilder {
             tags: None,
         };
         let arena = Arc::new(ArenaConfig::anonymous(self.dram).build()?);
-        let host = match self.host {
-            Some(host) if host.is_taken() => return Err(EngineError::Host.into()),
-            Some(host) => host,
-            None => {
-                let host = EngineHost::default();
-                host.set_book(Arc::new(OneSpace(space.clone())));
-                host
-            }
-        };
+        let host = self.host.unwrap_or_default();
+        if host.is_taken() {
+            return Err(EngineError::Host.into());
+        }
+        if !host.has_book() {
+            host.set_book(Arc::new(OneSpace(space.clone())));
+        }
         #[cfg_attr(not(feature = "shared"), expect(unused_mut))]
         let mut context = EngineContext::new(arena, host);
+        #[cfg(feature = "shared")]
+        context.runtime.clone_from(&self.runtime);
         let mut tiers: Vec<LowerTier> = Vec::new();
         if let Some((folder, bytes)) = &self.disk {
             let config = DiskConfig::new([folder], *bytes)

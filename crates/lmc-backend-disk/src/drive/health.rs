@@ -24,9 +24,9 @@ use crate::counters::{DiskCounters, count};
 use crate::format::{Location, PutRecord, blocks};
 
 /// Remedies for the faults of a drive, which end without a restart.
-const CHECK_READS: &str = "its chunks are misses until a read succeeds: check the drive and its cable (dmesg, smartctl -a), and replace a drive that fails";
-const CHECK_WRITES: &str = "its chunks are read and none is written until a write succeeds: check that the file system is mounted writable, and check the drive (dmesg, smartctl -a)";
-const CHECK_LOG: &str = "its chunks are read and none is written until the log is: free space on the file system, check that it is mounted writable, and check the drive (dmesg)";
+const CHECK_READS: &str = "the drive's chunks are misses until a read succeeds: check the drive and its cable (dmesg, smartctl -a), and replace a drive that fails";
+const CHECK_WRITES: &str = "the drive is read-only until a write succeeds: check that the file system is mounted writable, and check the drive (dmesg, smartctl -a)";
+const CHECK_LOG: &str = "the drive is read-only until the log can be written: free space on the file system, check that it is mounted writable, and check the drive (dmesg)";
 const CHECK_FOLDER: &str =
     "new chunks replace others: check that the drive's folder exists and is writable";
 

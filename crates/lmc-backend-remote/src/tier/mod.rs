@@ -186,8 +186,7 @@ impl Backend for RemoteTier {
     fn health(&self) -> Health {
         if self.access.check_open().is_err() {
             return Health::Down {
-                reason: "the tier is closed, because the server is stopping: start it again"
-                    .to_owned(),
+                reason: "the tier is closed: the server is stopping".to_owned(),
             };
         }
         self.access.health(self.clears.folder().err())

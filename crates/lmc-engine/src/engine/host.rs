@@ -70,7 +70,7 @@ pub trait SpaceBook: fmt::Debug + Send + Sync {
 }
 
 /// Access of tiers to the engine. Made before both: tiers that need a host are given it, and
-/// [`EngineConfig::host`](crate::EngineConfig::host) must be the same one.
+/// [`EngineContext::host`](crate::EngineContext::host) must be the same host.
 ///
 /// A handle: clones share one host, which belongs to one engine.
 #[derive(Clone, Debug)]
@@ -119,6 +119,11 @@ impl EngineHost {
     /// Sets the source of information about spaces and requests.
     pub fn set_book(&self, book: Arc<dyn SpaceBook>) {
         *self.0.book.write() = Some(book);
+    }
+
+    /// Returns true if a source of information was set.
+    pub fn has_book(&self) -> bool {
+        self.0.book.read().is_some()
     }
 
     /// Returns true if the host belongs to an engine.

@@ -2,7 +2,7 @@
 //! ratios of other cache sizes.
 
 use std::cmp::Reverse;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,18 +11,19 @@ use axum::http::{HeaderMap, HeaderName, StatusCode, header};
 use axum::response::sse::{Event, Sse};
 use axum::response::{Html, IntoResponse, Response};
 use axum::routing::get;
-use axum::{Json, Router};
+use axum::{Extension, Json, Router};
 use futures_util::stream::unfold;
-use lmc_engine::HistogramSnapshot;
-use lmc_key::Salt;
-use lmc_vllm_adapter::ServiceStatus;
+use lmc_engine::{HistogramSnapshot, TenantId};
+use lmc_vllm_adapter::{ServiceStatus, Trust};
 use parking_lot::Mutex;
 use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 
+use super::guard::ConnectionUser;
 use super::{Http, HttpState, STOPPING, lmcache, refusal};
+use crate::salts;
 
 /// Time between two states of a stream.
 const LIVE_EVERY: Duration = Duration::from_secs(2);
@@ -151,7 +152,7 @@ pub(super) struct Durations {
 }
 
 impl Durations {
-    fn of(status: &ServiceStatus) -> Self {
+    pub(super) fn of(status: &ServiceStatus) -> Self {
         let (operations, lower) = (status.operations.iter(), status.lower.iter());
         Self {
             operations: operations.map(|one| one.latency.clone()).collect(),
@@ -244,18 +245,18 @@ impl History {
 
     /// Adds the quantiles of durations to a state: of operations and lower tiers, since the start and in the
     /// last minute.
-    pub(super) fn add_durations(&self, state: &mut Value, status: &ServiceStatus) {
+    pub(super) fn add_durations(&self, state: &mut Value, now: &Durations) {
         let before = self.minute_ago();
         let none = HistogramSnapshot::default();
-        for (index, one) in status.operations.iter().enumerate() {
+        for (index, times) in now.operations.iter().enumerate() {
             let before = before.operations.get(index).unwrap_or(&none);
-            state["operations"][index]["last_minute"] = quantiles(&one.latency.since(before));
+            state["operations"][index]["last_minute"] = quantiles(&times.since(before));
         }
-        for (index, tier) in status.lower.iter().enumerate() {
-            for (name, times, before) in [
-                ("read_time", &tier.read_time, &before.reads),
-                ("write_time", &tier.write_time, &before.writes),
-            ] {
+        for (name, now, before) in [
+            ("read_time", &now.reads, &before.reads),
+            ("write_time", &now.writes, &before.writes),
+        ] {
+            for (index, times) in now.iter().enumerate() {
                 let before = before.get(index).unwrap_or(&none);
                 let mut shown = quantiles(times);
                 shown["last_minute"] = quantiles(&times.since(before));
@@ -277,20 +278,31 @@ async fn history(State(http): HttpState) -> Response {
         .into_response()
 }
 
-/// Answers with the tenants that use the cache or have a quota, the largest first, under the names that the
-/// metrics show.
-async fn tenants(State(http): HttpState) -> Response {
+/// Answers with the tenants that use the cache or have a quota, the largest first. Trusted users see their
+/// salts, other users the digests that the metrics show.
+async fn tenants(State(http): HttpState, Extension(user): Extension<ConnectionUser>) -> Response {
     let mut used = http.service.engine().tenants();
     used.retain(|tenant| tenant.bytes > 0 || tenant.quota.is_some());
     used.sort_by_key(|tenant| (Reverse(tenant.bytes), tenant.tenant));
-    let more = used.split_off(used.len().min(MAX_TENANTS));
-    let named = http.service.tenants();
-    let salts: HashMap<u32, Salt> = named.into_iter().map(|(salt, id)| (id.0, salt)).collect();
+    let further = used.split_off(used.len().min(MAX_TENANTS));
+    let (limited, more): (Vec<_>, Vec<_>) = further
+        .into_iter()
+        .partition(|tenant| tenant.quota.is_some());
+    used.extend(limited);
+    let ids: HashSet<TenantId> = used.iter().map(|one| TenantId(one.tenant)).collect();
+    let salts = http.service.salts_of(&ids);
     let digests = http.reload.digests();
     let shown = used.iter().map(|tenant| {
-        let salt = salts.get(&tenant.tenant).cloned().unwrap_or_default();
+        let salt = salts.get(&TenantId(tenant.tenant));
+        let name = match (salt, user.0) {
+            // Its number was forgotten, because there were too many tenants; its chunks are still there.
+            (None, _) => "unknown".to_owned(),
+            (Some(salt), Ok(Trust::User)) => salts::in_clear(salt).to_owned(),
+            (Some(salt), _) => digests.short(salt),
+        };
         json!({
-            "tenant": digests.short(&salt),
+            "tenant": name,
+            "digest": salt.map(|salt| digests.short(salt)),
             "bytes": tenant.bytes,
             "quota_bytes": tenant.quota,
         })
@@ -365,6 +377,9 @@ mod tests {
         assert!(history.minute_ago().operations.is_empty());
         (0..1000).for_each(|time| history.add(sample(time), durations(time)));
         assert_eq!(history.minute_ago().operations[0].buckets, [993]);
+        let mut state = json!({"operations": [{"operation": "lookup"}]});
+        history.add_durations(&mut state, &durations(1000));
+        assert_eq!(state["operations"][0]["last_minute"]["count"], 1000 - 993);
         let samples = history.0.lock();
         let hour = &samples.hour;
         assert_eq!((hour.len(), hour[0].time), (SAMPLES, 1000 - SAMPLES as u64));

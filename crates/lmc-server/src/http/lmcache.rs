@@ -23,6 +23,7 @@ use serde_json::{Map, Value, json};
 use tokio::sync::oneshot;
 
 use super::guard::ConnectionUser;
+use super::live::Durations;
 use super::{Http, HttpState, deletion, refusal};
 use crate::config::{Entry, Loaded, SegmentName, TierSettings, policy_name};
 use crate::salts;
@@ -194,7 +195,8 @@ pub(super) fn state_of(
     answer["lmc"] = json!(status);
     answer["lmc"]["time"] = seconds_since_1970().into();
     answer["lmc"]["operations"] = operations(status, full);
-    http.history.add_durations(&mut answer["lmc"], status);
+    let durations = Durations::of(status);
+    http.history.add_durations(&mut answer["lmc"], &durations);
     answer["lmc"]["log_lines_dropped"] = crate::log::dropped_lines().into();
     answer
 }

@@ -24,6 +24,8 @@ at the server's HTTP address shows more.";
 
 /// Time between two questions to the server.
 const EVERY: Duration = Duration::from_secs(2);
+/// Columns from which on tables have all their columns.
+const WIDE: u16 = 110;
 
 pub(super) fn run(url: &HttpUrl) -> Result<()> {
     ensure!(
@@ -95,10 +97,11 @@ impl Screen {
         let history = Call::get("/history").send(url)?;
         let samples = list(&history, "samples");
         (self.found, self.evicted) = (found(&samples), evicted(&samples));
-        self.tenants = Call::get("/tenants").send(url)?;
+        // A server without these paths has a status all the same.
+        self.tenants = Call::get("/tenants").send(url).unwrap_or_default();
         let lower = list(&self.status["lmc"], "lower");
         self.peers = match lower.iter().any(|tier| tier["tier"] == "peers") {
-            true => Call::get("/peers").send(url)?,
+            true => Call::get("/peers").send(url).unwrap_or_default(),
             false => Value::Null,
         };
         Ok(())
@@ -122,14 +125,18 @@ impl Screen {
         let width = usize::from(frame.area().width.max(20) - 10);
         let lines = faults.iter().map(|fault| fault.len().div_ceil(width));
         let (tenants, peers) = (tenants(&self.tenants), peers(&self.peers));
-        let users = tenants.len().max(peers.len()) as u16;
+        let users = match tenants.len().max(peers.len()) as u16 {
+            0 => 0,
+            users => (users + 3).min(8),
+        };
+        let is_wide = frame.area().width >= WIDE;
         let heights = [
             Constraint::Length(1),
             Constraint::Length(lines.sum::<usize>() as u16),
             Constraint::Length(tiers.len() as u16 + 3),
-            Constraint::Length(6),
-            Constraint::Min(6),
-            Constraint::Length((users + 3).min(8)),
+            Constraint::Length(5),
+            Constraint::Min(5),
+            Constraint::Length(users),
             Constraint::Length((workers.len() as u16 + 3).min(10)),
             Constraint::Length(1),
         ];
@@ -144,30 +151,38 @@ impl Screen {
             Layout::horizontal([Constraint::Percentage(40), Constraint::Percentage(60)])
                 .areas(middle);
         frame.render_widget(missed(status), left);
-        frame.render_widget(operations(&list(status, "operations")), right);
+        frame.render_widget(operations(&list(status, "operations"), is_wide), right);
         let [left, right] =
             Layout::horizontal([Constraint::Percentage(40), Constraint::Percentage(60)])
                 .areas(shared);
+        let rows = usize::from(shared.height.saturating_sub(3));
+        let title = |what: &str, all: usize| match all.saturating_sub(rows) {
+            0 => what.to_owned(),
+            more => format!("{what}, and {more} more"),
+        };
+        let of_tenants = title(
+            "tenants",
+            tenants.len() + number(&self.tenants["more"]) as usize,
+        );
+        let of_peers = title("peers", peers.len());
         let heads = ["tenant", "in memory", "quota"];
         let widths = [
-            Constraint::Min(13),
-            Constraint::Length(10),
-            Constraint::Length(10),
+            Constraint::Min(9),
+            Constraint::Length(9),
+            Constraint::Length(9),
         ];
-        let title = match number(&self.tenants["more"]) {
-            0.0 => "tenants".to_owned(),
-            more => format!("tenants, and {more} more"),
-        };
-        frame.render_widget(table(title, &heads, &widths, tenants), left);
-        let heads = ["peer", "connected", "holds", "read", "served"];
+        frame.render_widget(table(of_tenants, &heads, &widths, tenants), left);
+        let heads = ["peer", "connected", "read", "served", "holds"];
         let widths = [
-            Constraint::Min(16),
+            Constraint::Min(9),
             Constraint::Length(13),
             Constraint::Length(10),
             Constraint::Length(10),
             Constraint::Length(10),
         ];
-        frame.render_widget(table("peers", &heads, &widths, peers), right);
+        let shown = if is_wide { 5 } else { 4 };
+        let of_peers = table(of_peers, &heads[..shown], &widths[..shown], peers);
+        frame.render_widget(of_peers, right);
         frame.render_widget(engines_of(&workers), engines);
         frame.render_widget(
             Line::from("q quits, space pauses the screen, r refreshes at once").dim(),
@@ -324,9 +339,9 @@ fn peers(answer: &Value) -> Vec<Vec<String>> {
         vec![
             text(&peer[name]),
             duration(number(&peer["connected_seconds"])),
-            bytes(&peer["holds"]["bytes"]),
             bytes(&peer["counters"]["read_bytes"]),
             bytes(&peer["counters"]["served_bytes"]),
+            bytes(&peer["holds"]["bytes"]),
         ]
     });
     connected.chain(absent).collect()
@@ -357,7 +372,8 @@ fn missed(status: &Value) -> Table<'static> {
     )
 }
 
-fn operations(operations: &[Value]) -> Table<'static> {
+fn operations(operations: &[Value], is_wide: bool) -> Table<'static> {
+    let shown = if is_wide { 4 } else { 3 };
     let used = operations
         .iter()
         .filter(|one| number(&one["answered"]) > 0.0);
@@ -376,13 +392,13 @@ fn operations(operations: &[Value]) -> Table<'static> {
             "answered",
             "p50 / p99, minute",
             "since the start",
-        ],
+        ][..shown],
         &[
-            Constraint::Min(16),
+            Constraint::Min(12),
             Constraint::Length(8),
-            Constraint::Length(18),
-            Constraint::Length(18),
-        ],
+            Constraint::Length(19),
+            Constraint::Length(19),
+        ][..shown],
         rows.collect(),
     )
 }
@@ -497,6 +513,28 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
+        let small = drawn(&screen, 80, 24);
+        for part in [
+            "3.0 ms / 4.0 ms",
+            "8.00 MiB",
+            "not connected",
+            "tenants, and 3 more",
+            "ended",
+        ] {
+            assert!(small.contains(part), "{part:?} is not in\n{small}");
+        }
+        screen.tenants["tenants"] = json!(vec![json!({"tenant": "t", "bytes": 1}); 40]);
+        let cut = drawn(&screen, 80, 24);
+        let more = cut
+            .split("tenants, and ")
+            .nth(1)
+            .and_then(|rest| rest.split(' ').next());
+        let more = more.and_then(|more| more.parse().ok());
+        // Those of the server, and those that have no row.
+        assert!(
+            more.is_some_and(|more: u64| (35..43).contains(&more)),
+            "{cut}"
+        );
         screen.fault = Some("refused".to_owned());
         assert!(drawn(&screen, 120, 40).contains("no answer: refused"));
         for (columns, lines) in [(1, 1), (20, 5), (300, 100)] {

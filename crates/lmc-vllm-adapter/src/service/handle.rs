@@ -1,7 +1,7 @@
 //! The service's interface: takes a request and returns what happens next.
 
 use std::cmp::Reverse;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
@@ -580,6 +580,11 @@ impl Service {
     /// Returns the tenants that were ever named, with their numbers in the engine.
     pub fn tenants(&self) -> Vec<(lmc_key::Salt, TenantId)> {
         self.0.context.spaces.tenants()
+    }
+
+    /// Returns the salts of those of these tenants that are known.
+    pub fn salts_of(&self, ids: &HashSet<TenantId>) -> HashMap<TenantId, lmc_key::Salt> {
+        self.0.context.spaces.salts_of(ids)
     }
 
     /// Returns the number of a tenant that was named before.

@@ -195,7 +195,8 @@ impl Context {
         }
         let is_whole = found.hits >= asked.chunks;
         let why = (!is_whole).then(|| self.why(asked, found));
-        let runs = match found.was_read() {
+        let is_shown = self.request_log.get() != RequestLog::Off;
+        let runs = match found.was_read() && is_shown {
             true => found.runs(),
             false => Vec::new(),
         };

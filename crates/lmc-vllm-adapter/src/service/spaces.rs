@@ -367,6 +367,17 @@ impl Spaces {
         self.table.read().tenants.get(salt).copied()
     }
 
+    /// Returns the salts of those of these tenants that are known.
+    pub(crate) fn salts_of(&self, ids: &HashSet<TenantId>) -> HashMap<TenantId, Salt> {
+        let table = self.table.read();
+        let mut salts: HashMap<_, _> = (table.tenants.iter())
+            .filter(|(_, id)| ids.contains(id))
+            .map(|(salt, &id)| (id, salt.clone()))
+            .collect();
+        salts.insert(TenantId::default(), Salt::default());
+        salts
+    }
+
     /// The tenants that are known, with their salts.
     pub(crate) fn tenants(&self) -> Vec<(Salt, TenantId)> {
         let table = self.table.read();

@@ -14,5 +14,5 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
 {{- define "lmc.memory" -}}
-{{ add (ternary 0 .Values.poolGib .Values.hugePages) 2 (div .Values.poolGib 64) }}Gi
+{{ add .Values.poolGib 2 (div .Values.poolGib 64) }}Gi
 {{- end }}
