@@ -676,7 +676,9 @@ fn peers_with_another_chunk_size_name_both_sides() {
 #[test]
 fn flags_that_do_not_go_together_are_refused_with_what_to_do() {
     let refused = |flags: &[&str], parts: &[&str]| {
-        let out = crate::common::lmc().arg("serve").args(flags).output();
+        let mut serve = crate::common::lmc();
+        serve.args(["serve", "--port", "0", "--http-port", "0"]);
+        let out = serve.args(flags).output();
         let out = out.expect("the binary starts");
         let text = String::from_utf8_lossy(&out.stderr).into_owned();
         assert!(!out.status.success(), "{text}");

@@ -253,7 +253,7 @@ fn a_key_of_a_store_that_cannot_be_read_ends_the_start() {
         &["--remote", "file:///tmp", "--remote-key", "/nowhere"],
     ] {
         let output = crate::common::lmc()
-            .arg("serve")
+            .args(["serve", "--port", "0", "--http-port", "0"])
             .args(flags)
             .output()
             .expect("it runs");
