@@ -125,7 +125,8 @@ pub enum DiskError {
     },
     /// The file system has less free space than the configured size.
     #[error(
-        "{path}: {size} bytes were asked for, the file system has {free} free; ask for less, or free some"
+        "{path}: a size of {} was asked for, the file system has {} free; ask for less, or free some space",
+        gib(*size), gib(*free)
     )]
     Space {
         /// The folder.
@@ -161,4 +162,8 @@ impl DiskError {
             source: source.into(),
         }
     }
+}
+
+fn gib(bytes: u64) -> String {
+    format!("{:.2} GiB", bytes as f64 / f64::from(1 << 30))
 }

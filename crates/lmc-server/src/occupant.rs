@@ -13,6 +13,16 @@ pub(crate) struct Occupant {
 }
 
 impl Occupant {
+    /// Returns true if the process is a server of lmc.
+    pub(crate) fn is_lmc(&self) -> bool {
+        let mut words = self.command.split(' ');
+        let program = words.next().and_then(|path| path.rsplit('/').next());
+        program == Some("lmc")
+            && words
+                .next()
+                .is_some_and(|word| ["serve", "server"].contains(&word))
+    }
+
     /// Returns the process id.
     pub(crate) fn pid(&self) -> u32 {
         self.pid

@@ -287,12 +287,15 @@ fn port(check: &'static str, host: &str, port: u16, flag: &str) -> Finding {
     match TcpListener::bind((host, port)) {
         Ok(_) => Finding::ok(check, format!("{host}:{port} is free")),
         Err(error) if error.kind() == ErrorKind::AddrInUse => match occupant::of_port(port) {
+            Some(holder) if holder.is_lmc() => Finding::warning(
+                check,
+                format!("{host}:{port} is held by a running server, {holder}"),
+                format!("for a second server, choose another {flag}"),
+            ),
             Some(holder) => Finding::problem(
                 check,
                 format!("{host}:{port} is held by {holder}"),
-                format!(
-                    "stop that process, or choose another {flag}; ignore this if it is this server, already running"
-                ),
+                format!("stop that process, or choose another {flag}"),
             ),
             None => Finding::problem(
                 check,
@@ -378,15 +381,19 @@ fn drive(path: &Path, settings: &DiskSettings) -> Finding {
     }
     let drives = settings.folders.len() as u64;
     match settings.size {
-        PoolSize::Bytes(size) if size / drives > usable => Finding::warning(
-            check,
-            format!(
+        PoolSize::Bytes(size) if size / drives > usable => {
+            let found = format!(
                 "{shown} has {} for chunks, but --disk-size asks for {}",
                 human_bytes(usable),
                 human_bytes(size / drives)
-            ),
-            "free some space, or set a smaller --disk-size",
-        ),
+            );
+            let remedy = "free some space, or set a smaller --disk-size";
+            // The server uses a drive that it has used before as far as there is space.
+            match path.join("drive").exists() {
+                true => Finding::warning(check, found, remedy),
+                false => Finding::problem(check, found, remedy),
+            }
+        }
         _ => Finding::ok(
             check,
             format!("{shown} has {} for chunks", human_bytes(usable)),

@@ -58,7 +58,7 @@ async fn page(headers: HeaderMap) -> Response {
     let accepted = headers.get_all(header::ACCEPT).into_iter();
     let mut accepted = accepted.filter_map(|accepted| accepted.to_str().ok());
     if !accepted.any(|accepted| accepted.contains("text/html")) {
-        let root = json!({"status": "ok", "service": "lmc"});
+        let root = json!({"status": "ok", "service": "lmc", "page": "open this address in a browser; /status and /metrics are for programs"});
         return ([(header::VARY, "accept")], Json(root)).into_response();
     }
     let headers = [

@@ -109,7 +109,7 @@ fn result(answer: &Value, timeout: &str) -> (String, ExitCode) {
         ),
         Some("drained") => (
             format!(
-                "drained: the tiers with write-back have all chunks; {} connections are open, and are \
+                "drained: the tiers have all chunks that they take; {} connections are open, and are \
                  answered until the server stops",
                 answer["connections"]
             ),

@@ -115,7 +115,8 @@ pub(super) fn run(arguments: &Arguments) -> Result<()> {
 fn read(path: &Path) -> Result<Value> {
     let shown = path.display();
     let found = fs::metadata(path).with_context(|| {
-        format!("cannot read {shown}: expected a model's folder, or its config.json")
+        format!("cannot read {shown}: expected a model's folder, or its config.json; the folder of a downloaded model is in \
+             ~/.cache/huggingface/hub/models--*/snapshots")
     })?;
     ensure!(
         found.is_file() && found.len() <= MAX_CONFIG,

@@ -55,7 +55,7 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
     line(
         "hits",
         format!(
-            "{} of the tokens looked up were retrieved by engines, {} were found; {} lookups{}",
+            "{} of the tokens looked up were retrieved by engines, {} were found{}; {}",
             percent(
                 number(&counts["retrieved_tokens"]),
                 number(&counts["lookup_tokens"])
@@ -64,15 +64,21 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
                 number(&counts["hit_tokens"]),
                 number(&counts["lookup_tokens"])
             ),
-            counts["lookups"],
-            match number(&counts["retrieved_tokens_tail"]) {
-                0.0 => String::new(),
-                tokens => format!("; in addition {tokens} tokens of tails were retrieved"),
-            }
+            found_by_tier(status),
+            counted(&counts["lookups"], "lookup")
         ),
     );
     if let Some(missed) = missed(status) {
         line("missed", missed);
+    }
+    if number(&counts["lookup_tail_tokens"]) > 0.0 {
+        line(
+            "tails",
+            format!(
+                "{} tokens were after the last whole chunk of a prompt; lmc's own connector retrieved {}",
+                counts["lookup_tail_tokens"], counts["retrieved_tokens_tail"]
+            ),
+        );
     }
     for tier in status["lower"].as_array().into_iter().flatten() {
         let capacity = match number(&tier["capacity"]) {
@@ -232,22 +238,47 @@ pub(super) fn reasons_missed(status: &Value) -> Vec<(String, String)> {
 /// Formats the shares of missed tokens by reason; `None` if no tokens were missed.
 fn missed(status: &Value) -> Option<String> {
     let reasons = reasons_missed(status).into_iter();
-    let mut parts: Vec<String> = reasons
+    let parts: Vec<String> = reasons
         .map(|(share, name)| format!("{share} {name}"))
         .collect();
-    match number(&status["counts"]["lookup_tail_tokens"]) {
-        0.0 => {}
-        tokens => parts.push(format!(
-            "in addition {tokens} tokens after the last whole chunk"
-        )),
-    }
     (!parts.is_empty()).then(|| parts.join(", "))
+}
+
+/// Formats the shares of the tokens looked up that were found in memory and in each lower tier; empty if
+/// there are no lower tiers.
+fn found_by_tier(status: &Value) -> String {
+    let counts = &status["counts"];
+    let share = |tokens: &Value| percent(number(tokens), number(&counts["lookup_tokens"]));
+    let lower = status["lower"].as_array().into_iter().flatten();
+    let lower: Vec<String> = lower
+        .map(|tier| format!(", {} {}", text(&tier["tier"]), share(&tier["hit_tokens"])))
+        .collect();
+    match lower.is_empty() {
+        true => String::new(),
+        false => format!(
+            " (memory {}{})",
+            share(&counts["hit_tokens_dram"]),
+            lower.concat()
+        ),
+    }
+}
+
+/// Formats a number of things.
+fn counted(number: &Value, what: &str) -> String {
+    match number.as_u64() {
+        Some(1) => format!("1 {what}"),
+        _ => format!("{number} {what}s"),
+    }
 }
 
 fn workers(out: &mut String, instances: &Value) {
     let instances = instances.as_array().map(Vec::as_slice).unwrap_or_default();
     if instances.is_empty() {
-        let _ = writeln!(out, "\nno workers are registered");
+        let _ = writeln!(
+            out,
+            "\nno workers are registered; after a restart of the server, running engines come back within \
+             half a minute"
+        );
         return;
     }
     let _ = writeln!(

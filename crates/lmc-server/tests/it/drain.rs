@@ -51,7 +51,7 @@ fn a_server_that_was_drained_has_lost_nothing_when_it_is_killed() {
     let said = String::from_utf8_lossy(&drained.stdout).into_owned();
     assert!(drained.status.success(), "{drained:?}");
     assert!(
-        said.contains("the tiers with write-back have all chunks"),
+        said.contains("the tiers have all chunks that they take"),
         "{said}"
     );
     assert_eq!(on_disk(&server), CHUNKS as f64);

@@ -122,7 +122,7 @@ fn what_memory_never_had_had_and_evicted_and_had_and_cleared() {
     for part in [
         "probably never stored",
         "probably evicted",
-        "in addition 3 tok",
+        "3 tokens were after the last whole chunk",
     ] {
         assert!(shown.contains(part), "{shown} lacks {part}");
     }
