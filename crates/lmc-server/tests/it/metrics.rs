@@ -5,7 +5,7 @@ use lmc_vllm_adapter::{CacheKey, Client, Reply, Request};
 
 use crate::common::page::{Page, parse};
 use crate::common::prompt::{CHUNK, CHUNKS, Prompt, await_hits, key, register, retrieve, store};
-use crate::common::{Server, ask};
+use crate::common::{Server, ask, drive_flags};
 
 /// Returns the page of a server, read strictly.
 fn page(server: &Server) -> Page {
@@ -16,8 +16,7 @@ fn page(server: &Server) -> Page {
 
 /// Starts a server with a drive in this folder.
 fn start(folder: &Folder, flags: &[&str]) -> Server {
-    let mut all = vec!["--disk", folder.text(), "--disk-create"];
-    all.extend(["--disk-size", "512MiB", "--disk-keep-free", "0"]);
+    let mut all = drive_flags(folder, "512MiB").to_vec();
     // The machine may be busy.
     all.extend(["--disk-read-timeout-seconds", "60"]);
     all.extend(flags);
@@ -99,25 +98,26 @@ fn fill(client: &mut Client, shm_name: &str) {
 fn chunks_that_are_evicted_leave_their_age_and_their_uses() {
     let (server, mut client, shm_name) = small();
     fill(&mut client, &shm_name);
-    let uses = |bound: &str| {
-        let series = format!("lmc_evicted_chunk_uses_bucket{{le=\"{bound}\"}}");
-        server.metric(&series)
+    // Of one page: eviction goes on between two.
+    let uses = |page: &Page, bound: &str| {
+        let mut samples = page["lmc_evicted_chunk_uses"].samples.iter();
+        let sample = samples.find(|one| one.labels.get("le").is_some_and(|le| le == bound));
+        sample.expect("the bucket").value
     };
     until("the prompt that was used is evicted", || {
-        uses("+Inf") - uses("0") == CHUNKS as f64
+        let page = page(&server);
+        uses(&page, "+Inf") - uses(&page, "0") == CHUNKS as f64
     });
-    // One lookup and one retrieve each.
-    assert_eq!(uses("2") - uses("1"), CHUNKS as f64);
-    assert_eq!(
-        server.metric("lmc_evicted_chunk_uses_sum"),
-        2.0 * CHUNKS as f64
-    );
     let page = page(&server);
+    // One lookup and one retrieve each.
+    assert_eq!(uses(&page, "2") - uses(&page, "1"), CHUNKS as f64);
     let count = |family: &str, name: &str| {
         let samples = &page[family].samples;
         let sample = samples.iter().find(|sample| sample.name == name);
         sample.expect("the series").value
     };
+    let sum = count("lmc_evicted_chunk_uses", "lmc_evicted_chunk_uses_sum");
+    assert_eq!(sum, 2.0 * CHUNKS as f64);
     let evicted = count(
         "lmcache_mp_l1_evicted_chunks_total",
         "lmcache_mp_l1_evicted_chunks_total",
