@@ -82,7 +82,7 @@ class Work:
             self.wrong += again != self.known
 
     def await_batches(self, count):
-        """Waits until so many more batches are answered. Returns true if they were."""
+        """Waits until this number of further batches is answered. Returns true if they were."""
         wanted = len(self.answers) + count
         return eventually(lambda: len(self.answers) >= wanted or not self.thread.is_alive()) \
             and self.thread.is_alive()

@@ -25,7 +25,7 @@ use lmc_backend_p2p::P2pBackend;
 use lmc_backend_p2p::directory::DirectoryHost;
 use lmc_backend_remote::RemoteTier;
 use lmc_key::Salt;
-use lmc_vllm_adapter::{Service, ServiceStatus, Trust};
+use lmc_vllm_adapter::{Service, ServiceStatus};
 use serde_json::json;
 use tokio::net::TcpListener;
 use tokio::sync::{Semaphore, watch};
@@ -349,7 +349,7 @@ async fn health(State(http): HttpState, Extension(user): Extension<ConnectionUse
         Ok(status) => {
             let mut body = json!({"status": condition(&status)});
             // Faults name paths and addresses, and this path also answers requests without the token.
-            if http.access.now().token.is_none() || user.0 == Ok(Trust::User) {
+            if http.access.now().token.is_none() || user.is_trusted() {
                 body["tiers"] = json!(status.tiers);
             }
             Json(body).into_response()

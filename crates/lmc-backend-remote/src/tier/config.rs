@@ -39,7 +39,7 @@ type Digest = dyn Fn(&str) -> [u8; 16] + Send + Sync;
 pub struct SaltDigest(Arc<Digest>);
 
 impl SaltDigest {
-    /// Wraps a function.
+    /// Makes digests by a function of the salt.
     pub fn new(digest: impl Fn(&str) -> [u8; 16] + Send + Sync + 'static) -> Self {
         Self(Arc::new(digest))
     }

@@ -837,7 +837,7 @@ impl Rig {
 fn a_space_is_described_once_by_the_daemons_that_store_into_it() {
     let rig = Rig::new();
     let (space, key) = described_space("salt");
-    // What is stored before the fields are known is described with the next chunk.
+    // A space whose fields are unknown is described when its next chunk is stored.
     rig.store(key).unwrap();
     assert_eq!(rig.description(&space), None);
     rig.host.add_space(space.clone());

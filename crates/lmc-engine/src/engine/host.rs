@@ -121,7 +121,7 @@ impl EngineHost {
         *self.0.book.write() = Some(book);
     }
 
-    /// Returns true if a source of information was set.
+    /// Returns true if a book was set ([`Self::set_book`]).
     pub fn has_book(&self) -> bool {
         self.0.book.read().is_some()
     }

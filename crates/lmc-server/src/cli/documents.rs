@@ -1,4 +1,4 @@
-//! The commands in the documents exist, with their flags.
+//! Tests that the commands and flags in the documents exist.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ fn documents() -> Vec<PathBuf> {
     let crates = pages(root.join("crates")).map(|folder| folder.join("README.md"));
     let docs =
         pages(root.join("docs")).filter(|path| path.extension().is_some_and(|end| end == "md"));
-    // It names commands that are gone.
+    // This page names commands that no longer exist.
     let docs = docs.filter(|path| !path.ends_with("removed.md"));
     let own = ["README.md", "CONTRIBUTING.md", "packaging/README.md"].map(|name| root.join(name));
     let all = own.into_iter().chain(docs).chain(crates);
@@ -33,7 +33,7 @@ fn command_lines(text: &str) -> Vec<String> {
         };
         for line in found {
             let line = line.trim_start_matches("$ ").trim_start_matches("sudo ");
-            // Variables of the environment.
+            // Environment variables precede the command.
             let is_variable = |word: &&str| word.contains('=') && !word.starts_with('-');
             let words: Vec<&str> = line.split_whitespace().skip_while(is_variable).collect();
             if let ["lmc", next, ..] = words[..]

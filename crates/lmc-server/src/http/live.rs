@@ -14,7 +14,7 @@ use axum::routing::get;
 use axum::{Extension, Json, Router};
 use futures_util::stream::unfold;
 use lmc_engine::{HistogramSnapshot, TenantId};
-use lmc_vllm_adapter::{ServiceStatus, Trust};
+use lmc_vllm_adapter::ServiceStatus;
 use parking_lot::Mutex;
 use serde::Serialize;
 use serde_json::{Value, json};
@@ -268,8 +268,16 @@ impl History {
 
 /// Returns the number and the quantiles of durations.
 fn quantiles(times: &HistogramSnapshot) -> Value {
-    let quantile = |share| (times.count() > 0).then(|| times.quantile(share));
-    json!({"count": times.count(), "p50_seconds": quantile(0.5), "p99_seconds": quantile(0.99)})
+    json!({
+        "count": times.count(),
+        "p50_seconds": quantile(times, 0.5),
+        "p99_seconds": quantile(times, 0.99),
+    })
+}
+
+/// Returns a quantile of durations in seconds; `None` if nothing was counted.
+pub(super) fn quantile(times: &HistogramSnapshot, share: f64) -> Option<f64> {
+    (times.count() > 0).then(|| times.quantile(share))
 }
 
 async fn history(State(http): HttpState) -> Response {
@@ -294,11 +302,11 @@ async fn tenants(State(http): HttpState, Extension(user): Extension<ConnectionUs
     let digests = http.reload.digests();
     let shown = used.iter().map(|tenant| {
         let salt = salts.get(&TenantId(tenant.tenant));
-        let name = match (salt, user.0) {
-            // Its number was forgotten, because there were too many tenants; its chunks are still there.
-            (None, _) => "unknown".to_owned(),
-            (Some(salt), Ok(Trust::User)) => salts::in_clear(salt).to_owned(),
-            (Some(salt), _) => digests.short(salt),
+        let name = match salt {
+            // The tenant's number was removed because there were too many tenants; the tenant's chunks remain.
+            None => "unknown".to_owned(),
+            Some(salt) if user.is_trusted() => salts::in_clear(salt).to_owned(),
+            Some(salt) => digests.short(salt),
         };
         json!({
             "tenant": name,

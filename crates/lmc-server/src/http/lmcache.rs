@@ -4,7 +4,6 @@
 //! Requests for L2 objects (listing, deleting and prefetching) are answered as LMCache answers without
 //! L2 adapters.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -16,14 +15,12 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use lmc_engine::{HistogramSnapshot, InUse, TenantId, TenantStatus};
 use lmc_key::Salt;
-use lmc_vllm_adapter::{
-    InspectError, InstanceStatus, OperationCounts, Service, ServiceStatus, Trust,
-};
+use lmc_vllm_adapter::{InspectError, InstanceStatus, OperationCounts, Service, ServiceStatus};
 use serde_json::{Map, Value, json};
 use tokio::sync::oneshot;
 
 use super::guard::ConnectionUser;
-use super::live::Durations;
+use super::live::{Durations, quantile};
 use super::{Http, HttpState, deletion, refusal};
 use crate::config::{Entry, Loaded, SegmentName, TierSettings, policy_name};
 use crate::salts;
@@ -82,9 +79,9 @@ async fn health(State(http): HttpState) -> Response {
 /// Returns the settings in effect, with salts in clear for trusted users only.
 async fn settings(State(http): HttpState, Extension(user): Extension<ConnectionUser>) -> Response {
     let loaded = http.reload.loaded();
-    let shown = match user.0 {
-        Ok(Trust::User) => config(&http.service, &loaded, str::to_owned),
-        _ => config(&http.service, &loaded, |text| {
+    let shown = match user.is_trusted() {
+        true => config(&http.service, &loaded, str::to_owned),
+        false => config(&http.service, &loaded, |text| {
             let salt = salts::parse(text).unwrap_or_default();
             http.reload.digests().of(&salt).to_string()
         }),
@@ -205,14 +202,13 @@ pub(super) fn state_of(
 fn operations(status: &ServiceStatus, full: bool) -> Value {
     let operation = |counts: &OperationCounts| {
         let latency = &counts.latency;
-        let quantile = |share| (latency.count() > 0).then(|| latency.quantile(share));
         let mut operation = json!({
             "operation": counts.operation,
             "answered": latency.count(),
             "refused": counts.refused,
             "sum_seconds": latency.sum_seconds,
-            "p50_seconds": quantile(0.5),
-            "p99_seconds": quantile(0.99),
+            "p50_seconds": quantile(latency, 0.5),
+            "p99_seconds": quantile(latency, 0.99),
         });
         if full {
             let bucket = |(index, count): (usize, &u64)| json!({"below_seconds": HistogramSnapshot::upper_bound(index), "count": count});
@@ -585,22 +581,24 @@ async fn delete_quota(State(http): HttpState, Path(salt): Path<String>) -> Respo
 }
 
 async fn quotas(State(http): HttpState, Extension(user): Extension<ConnectionUser>) -> Response {
-    let tenants = http.service.engine().tenants().into_iter();
-    let tenants: HashMap<u32, TenantStatus> = tenants.map(|usage| (usage.tenant, usage)).collect();
+    let tenants = http.service.engine().tenants();
+    let limited: Vec<(TenantId, u64, u64)> = tenants
+        .iter()
+        .filter_map(|one| Some((TenantId(one.tenant), one.bytes, one.quota?)))
+        .collect();
+    let salts = http
+        .service
+        .salts_of(&limited.iter().map(|(id, ..)| *id).collect());
     let mut users = Map::new();
-    let mut named = http.service.tenants();
-    named.retain(|(salt, _)| !salt.is_empty());
-    named.push((Salt::default(), TenantId::default()));
-    for (salt, id) in named {
-        let known = tenants.get(&id.0);
-        if let Some((tenant, quota)) = known.and_then(|t| Some((t, t.quota?))) {
+    for (id, used, quota) in limited {
+        if let Some(salt) = salts.get(&id) {
             let entry = json!({
                 "limit_gb": quota as f64 / GIB,
-                "current_usage_gb": tenant.bytes as f64 / GIB,
+                "current_usage_gb": used as f64 / GIB,
             });
-            let name = match user.0 {
-                Ok(Trust::User) => salts::in_clear(&salt).to_owned(),
-                _ => http.reload.digests().of(&salt).to_string(),
+            let name = match user.is_trusted() {
+                true => salts::in_clear(salt).to_owned(),
+                false => http.reload.digests().of(salt).to_string(),
             };
             users.insert(name, entry);
         }

@@ -13,7 +13,7 @@ use super::{Server, progress_bar};
 use crate::config::parse_bytes;
 use crate::stdout::{out, outln};
 
-use super::format::{bytes, duration, number, percent, text};
+use super::format::{bytes, duration, list, number, percent, text};
 
 /// Text after the help of the command.
 pub(super) const HELP: &str = "\
@@ -221,10 +221,6 @@ fn directory(out: &mut String, peer: &Value, named: &[Value]) {
     for note in notes(peer) {
         let _ = writeln!(out, "    {note}");
     }
-}
-
-fn list(value: &Value) -> &[Value] {
-    value.as_array().map(Vec::as_slice).unwrap_or_default()
 }
 
 /// Returns the text of a value that may be missing.

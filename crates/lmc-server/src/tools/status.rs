@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use serde_json::Value;
 
-use super::format::{bytes, duration, number, percent, text, took};
+use super::format::{bytes, duration, list, number, percent, text, took};
 use super::http::HttpUrl;
 
 /// Returns the state of the server, derived from the word of /healthz.
@@ -52,6 +52,11 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
             text(&answer["storage_manager"]["eviction_controller"]["eviction_policy"])
         ),
     );
+    // Without lower tiers, memory has found everything.
+    let by_tier = match list(&status["lower"]) {
+        [] => String::new(),
+        _ => format!(" ({})", found_by_tier(status)),
+    };
     line(
         "hits",
         format!(
@@ -64,7 +69,7 @@ pub(super) fn table(url: &HttpUrl, answer: &Value) -> String {
                 number(&counts["hit_tokens"]),
                 number(&counts["lookup_tokens"])
             ),
-            found_by_tier(status),
+            by_tier,
             counted(&counts["lookups"], "lookup")
         ),
     );
@@ -244,26 +249,18 @@ fn missed(status: &Value) -> Option<String> {
     (!parts.is_empty()).then(|| parts.join(", "))
 }
 
-/// Formats the shares of the tokens looked up that were found in memory and in each lower tier; empty if
-/// there are no lower tiers.
-fn found_by_tier(status: &Value) -> String {
+/// Formats the shares of the tokens looked up that were found in memory and in each lower tier.
+pub(super) fn found_by_tier(status: &Value) -> String {
     let counts = &status["counts"];
     let share = |tokens: &Value| percent(number(tokens), number(&counts["lookup_tokens"]));
-    let lower = status["lower"].as_array().into_iter().flatten();
-    let lower: Vec<String> = lower
-        .map(|tier| format!(", {} {}", text(&tier["tier"]), share(&tier["hit_tokens"])))
-        .collect();
-    match lower.is_empty() {
-        true => String::new(),
-        false => format!(
-            " (memory {}{})",
-            share(&counts["hit_tokens_dram"]),
-            lower.concat()
-        ),
-    }
+    let lower = list(&status["lower"]).iter();
+    let lower =
+        lower.map(|tier| format!(", {} {}", text(&tier["tier"]), share(&tier["hit_tokens"])));
+    let lower: String = lower.collect();
+    format!("memory {}{lower}", share(&counts["hit_tokens_dram"]))
 }
 
-/// Formats a number of things.
+/// Formats a count with its noun: `1 lookup`, `2 lookups`.
 fn counted(number: &Value, what: &str) -> String {
     match number.as_u64() {
         Some(1) => format!("1 {what}"),

@@ -12,9 +12,9 @@ use ratatui::text::Line;
 use ratatui::widgets::{Block, Cell, Gauge, Paragraph, Row, Sparkline, Table, Wrap};
 use serde_json::Value;
 
-use super::format::{bytes, duration, number, percent, text, took};
+use super::format::{bytes, duration, list, number, percent, text, took};
 use super::http::{Call, HttpUrl};
-use super::status::{health, reasons_missed};
+use super::status::{found_by_tier, health, reasons_missed};
 use crate::config::human_bytes;
 
 /// Text after the help of the command.
@@ -24,7 +24,7 @@ at the server's HTTP address shows more.";
 
 /// Time between two questions to the server.
 const EVERY: Duration = Duration::from_secs(2);
-/// Columns from which on tables have all their columns.
+/// Width in columns at which tables show every column.
 const WIDE: u16 = 110;
 
 pub(super) fn run(url: &HttpUrl) -> Result<()> {
@@ -95,11 +95,11 @@ impl Screen {
     fn ask(&mut self, url: &HttpUrl) -> Result<()> {
         self.status = Call::get("/status").send(url)?;
         let history = Call::get("/history").send(url)?;
-        let samples = list(&history, "samples");
-        (self.found, self.evicted) = (found(&samples), evicted(&samples));
+        let samples = list(&history["samples"]);
+        (self.found, self.evicted) = (found(samples), evicted(samples));
         // A server without these paths has a status all the same.
         self.tenants = Call::get("/tenants").send(url).unwrap_or_default();
-        let lower = list(&self.status["lmc"], "lower");
+        let lower = list(&self.status["lmc"]["lower"]);
         self.peers = match lower.iter().any(|tier| tier["tier"] == "peers") {
             true => Call::get("/peers").send(url).unwrap_or_default(),
             false => Value::Null,
@@ -109,8 +109,8 @@ impl Screen {
 
     fn draw(&self, frame: &mut Frame<'_>) {
         let status = &self.status["lmc"];
-        let (tiers, workers) = (list(status, "lower"), list(status, "instances"));
-        let faults: Vec<String> = list(status, "tiers")
+        let (tiers, workers) = (list(&status["lower"]), list(&status["instances"]));
+        let faults: Vec<String> = list(&status["tiers"])
             .iter()
             .filter_map(|tier| {
                 Some(format!(
@@ -145,13 +145,13 @@ impl Screen {
         frame.render_widget(self.head(status), head);
         let faults = Paragraph::new(faults.join("\n")).bold();
         frame.render_widget(faults.wrap(Wrap { trim: true }), troubles);
-        self.draw_fills(frame, fills, status, &tiers);
+        self.draw_fills(frame, fills, status, tiers);
         self.draw_hits(frame, hits, status);
         let [left, right] =
             Layout::horizontal([Constraint::Percentage(40), Constraint::Percentage(60)])
                 .areas(middle);
         frame.render_widget(missed(status), left);
-        frame.render_widget(operations(&list(status, "operations"), is_wide), right);
+        frame.render_widget(operations(list(&status["operations"]), is_wide), right);
         let [left, right] =
             Layout::horizontal([Constraint::Percentage(40), Constraint::Percentage(60)])
                 .areas(shared);
@@ -183,7 +183,7 @@ impl Screen {
         let shown = if is_wide { 5 } else { 4 };
         let of_peers = table(of_peers, &heads[..shown], &widths[..shown], peers);
         frame.render_widget(of_peers, right);
-        frame.render_widget(engines_of(&workers), engines);
+        frame.render_widget(engines_of(workers), engines);
         frame.render_widget(
             Line::from("q quits, space pauses the screen, r refreshes at once").dim(),
             foot,
@@ -261,15 +261,8 @@ impl Screen {
             .found
             .last()
             .map_or_else(String::new, |now| format!(", {now} % now"));
-        let asked = number(&counts["lookup_tokens"]);
-        let memory = percent(number(&counts["hit_tokens_dram"]), asked);
-        let tiers = list(status, "lower").into_iter().map(|tier| {
-            let share = percent(number(&tier["hit_tokens"]), asked);
-            format!(", {} {share}", text(&tier["tier"]))
-        });
-        let tiers: String = tiers.collect();
-        let title =
-            format!("tokens found, last hour{now}; since the start {all}: memory {memory}{tiers}");
+        let tiers = found_by_tier(status);
+        let title = format!("tokens found, last hour{now}; since the start {all}: {tiers}");
         let block = Block::bordered().title(title);
         let inner = usize::from(block.inner(area).width);
         let shown = &self.found[self.found.len().saturating_sub(inner)..];
@@ -298,10 +291,6 @@ fn evicted(samples: &[Value]) -> f64 {
     (grown("evicted_bytes") / grown("time").max(1.0)).max(0.0)
 }
 
-fn list(of: &Value, field: &str) -> Vec<Value> {
-    of[field].as_array().cloned().unwrap_or_default()
-}
-
 /// Returns the quantiles of durations; `-` if nothing was counted.
 fn quantiles(times: &Value) -> String {
     format!(
@@ -313,8 +302,8 @@ fn quantiles(times: &Value) -> String {
 
 fn tenants(answer: &Value) -> Vec<Vec<String>> {
     let quota = |quota: &Value| quota.as_u64().map_or_else(|| "-".to_owned(), human_bytes);
-    let tenants = list(answer, "tenants").into_iter();
-    let row = |one: Value| {
+    let tenants = list(&answer["tenants"]).iter();
+    let row = |one: &Value| {
         vec![
             text(&one["tenant"]),
             bytes(&one["bytes"]),
@@ -325,9 +314,9 @@ fn tenants(answer: &Value) -> Vec<Vec<String>> {
 }
 
 fn peers(answer: &Value) -> Vec<Vec<String>> {
-    let peers = list(answer, "peers");
+    let peers = list(&answer["peers"]);
     let here = |id: &Value| peers.iter().any(|peer| peer["id"] == *id);
-    let absent = list(answer, "named").into_iter();
+    let absent = list(&answer["named"]).iter();
     let absent = absent.filter(|named| named["itself"] != true && !here(&named["id"]));
     let absent = absent.map(|named| vec![text(&named["name"]), "not connected".to_owned()]);
     let connected = peers.iter().map(|peer| {
@@ -450,6 +439,13 @@ mod tests {
         terminal.backend().to_string()
     }
 
+    fn shows(screen: &Screen, (columns, lines): (u16, u16), parts: &[&str]) {
+        let text = drawn(screen, columns, lines);
+        for part in parts {
+            assert!(text.contains(part), "{part:?} is not in\n{text}");
+        }
+    }
+
     #[test]
     fn a_screen_has_all_parts_and_a_small_one_is_drawn_too() {
         let status = json!({"status": "degraded", "lmc": {
@@ -489,8 +485,7 @@ mod tests {
             fault: None,
         };
         assert_eq!(screen.found, [50, 100]);
-        let text = drawn(&screen, 120, 40);
-        for part in [
+        let parts = [
             "http://host:8080",
             "DEGRADED",
             "disk: no answer",
@@ -510,19 +505,16 @@ mod tests {
             "lookup",
             "1.0 ms / -",
             "ended",
-        ] {
-            assert!(text.contains(part), "{part:?} is not in\n{text}");
-        }
-        let small = drawn(&screen, 80, 24);
-        for part in [
+        ];
+        shows(&screen, (120, 40), &parts);
+        let in_few_columns = [
             "3.0 ms / 4.0 ms",
             "8.00 MiB",
             "not connected",
             "tenants, and 3 more",
             "ended",
-        ] {
-            assert!(small.contains(part), "{part:?} is not in\n{small}");
-        }
+        ];
+        shows(&screen, (80, 24), &in_few_columns);
         screen.tenants["tenants"] = json!(vec![json!({"tenant": "t", "bytes": 1}); 40]);
         let cut = drawn(&screen, 80, 24);
         let more = cut
@@ -530,7 +522,7 @@ mod tests {
             .nth(1)
             .and_then(|rest| rest.split(' ').next());
         let more = more.and_then(|more| more.parse().ok());
-        // Those of the server, and those that have no row.
+        // The tenants that the server leaves out, and the tenants without a row.
         assert!(
             more.is_some_and(|more: u64| (35..43).contains(&more)),
             "{cut}"

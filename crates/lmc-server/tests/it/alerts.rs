@@ -15,7 +15,7 @@ use crate::common::prompt::{
     CHUNKS, Prompt, await_hits, key, register, register_wide, retrieve, store,
 };
 use crate::common::relay::Relay;
-use crate::common::{Server, ask};
+use crate::common::{Server, ask, drive_flags};
 use crate::monitoring::{RULES, board, queries};
 
 /// The samples of a server at one moment; `None` while the server does not answer.
@@ -138,14 +138,6 @@ fn worker(server: &Server) -> (Client, String) {
     (client, shm_name)
 }
 
-fn disk(folder: &Folder) -> [&str; 7] {
-    let disk = ["--disk-create", "--disk", folder.text()];
-    let size = ["--disk-size", "512MiB", "--disk-keep-free", "0"];
-    [
-        disk[0], disk[1], disk[2], size[0], size[1], size[2], size[3],
-    ]
-}
-
 #[test]
 #[ignore = "needs promtool: cargo xtask test-alerts"]
 fn the_rules_and_the_page_are_as_prometheus_wants_them() {
@@ -153,7 +145,7 @@ fn the_rules_and_the_page_are_as_prometheus_wants_them() {
     command.args(["check", "rules", "--lint=all", "--lint-fatal", RULES]);
     run(command, "");
     let folder = Folder::temporary();
-    let server = Server::start(&disk(&folder));
+    let server = Server::start(&drive_flags(&folder, "512MiB"));
     let (mut client, shm_name) = worker(&server);
     store(&mut client, &shm_name);
     let answer = server.get("/metrics");
@@ -167,7 +159,7 @@ fn the_rules_and_the_page_are_as_prometheus_wants_them() {
 #[ignore = "needs promtool: cargo xtask test-alerts"]
 fn no_alert_fires_on_a_server_that_is_well() {
     let folder = Folder::temporary();
-    let server = Server::start(&disk(&folder));
+    let server = Server::start(&drive_flags(&folder, "512MiB"));
     let new = scrape(&server);
     let (mut client, shm_name) = worker(&server);
     store(&mut client, &shm_name);
@@ -209,7 +201,7 @@ fn an_engine_that_ends_without_a_goodbye_is_lost() {
 #[ignore = "needs promtool: cargo xtask test-alerts"]
 fn a_drive_whose_files_go_fails_and_is_down() {
     let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
-    let server = Server::start(&disk(&folder));
+    let server = Server::start(&drive_flags(&folder, "512MiB"));
     let (mut client, shm_name) = worker(&server);
     store(&mut client, &shm_name);
     until("all chunks are on disk", || {
@@ -234,18 +226,8 @@ fn a_drive_whose_files_go_fails_and_is_down() {
 #[ignore = "needs promtool: cargo xtask test-alerts"]
 fn a_drive_that_fills_is_nearly_full() {
     let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
-    let disk = [
-        "--disk-create",
-        "--disk",
-        folder.text(),
-        "--disk-size",
-        "64MiB",
-    ];
-    let flags = [
-        &disk[..],
-        &["--disk-keep-free", "0", "--l1-size-gb", "64MiB"],
-    ]
-    .concat();
+    let disk = drive_flags(&folder, "64MiB");
+    let flags = [&disk[..], &["--l1-size-gb", "64MiB"]].concat();
     let server = Server::start(&flags);
     let mut client = server.client();
     let shm_name = register_wide(&mut client, 128);
@@ -339,7 +321,11 @@ fn a_peer_behind_a_narrow_link_is_a_slow_tier() {
 fn chunks_that_no_queue_can_take_are_dropped() {
     let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
     // A queue of 8 MiB, and chunks of 9 MiB.
-    let flags = [&disk(&folder)[..], &["--l1-size-gb", "64MiB"]].concat();
+    let flags = [
+        &drive_flags(&folder, "512MiB")[..],
+        &["--l1-size-gb", "64MiB"],
+    ]
+    .concat();
     let server = Server::start(&flags);
     let mut client = server.client();
     let shm_name = register_wide(&mut client, 2304);
@@ -508,7 +494,11 @@ fn our_board_shows_data_of_a_server_in_use() {
 /// chunks.
 fn a_server_in_use() -> (Scrape, Scrape) {
     let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
-    let flags = [&disk(&folder)[..], &["--l1-size-gb", "2MiB"]].concat();
+    let flags = [
+        &drive_flags(&folder, "512MiB")[..],
+        &["--l1-size-gb", "2MiB"],
+    ]
+    .concat();
     let server = Server::start(&flags);
     let (mut client, shm_name) = worker(&server);
     let before = scrape(&server);

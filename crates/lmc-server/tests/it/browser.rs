@@ -105,22 +105,18 @@ fn open_page(case: &str, server: &Server, pictures: &Path, token: &str) {
 #[ignore = "needs Chromium and tools of npm: cargo xtask test-page"]
 fn the_page_shows_a_server_at_work_and_its_faults_to_every_reader() {
     let folder = Folder::temporary();
-    let AtWork {
-        server,
-        peer,
-        _writer,
-    } = at_work(&folder);
+    let work = at_work(&folder);
     let pictures = match writes_pictures() {
         true => Path::new(PICTURES).to_owned(),
         false => folder.join("pictures"),
     };
     fs::create_dir_all(&pictures).expect("a folder");
-    open_page("work", &server, &pictures, "");
+    open_page("work", &work.server, &pictures, "");
     for name in ["page-light.png", "page-dark.png"] {
         assert!(pictures.join(name).is_file(), "{name}");
     }
-    drop(peer);
-    open_page("fault", &server, &pictures, "");
+    drop(work.peer);
+    open_page("fault", &work.server, &pictures, "");
 }
 
 #[test]
@@ -176,12 +172,8 @@ impl Drop for Terminal {
 #[ignore = "needs tmux: cargo xtask test-page"]
 fn lmc_top_shows_a_server_at_work_and_ends_by_its_key() {
     let folder = Folder::temporary();
-    let AtWork {
-        server,
-        peer,
-        _writer,
-    } = at_work(&folder);
-    let url = format!("http://127.0.0.1:{}", server.http);
+    let work = at_work(&folder);
+    let url = format!("http://127.0.0.1:{}", work.server.http);
     let terminal = Terminal::run(&[env!("CARGO_BIN_EXE_lmc"), "top", "--url", &url]);
     let shows = |wanted: &[&str]| {
         let screen = terminal.screen();
@@ -206,12 +198,12 @@ fn lmc_top_shows_a_server_at_work_and_ends_by_its_key() {
         let screen = terminal.screen().expect("it is there");
         fs::write(Path::new(PICTURES).join("top.txt"), screen).expect("the folder of pictures");
     }
-    drop(peer);
+    drop(work.peer);
     until("the fault and its remedy are shown", || {
         shows(&["no peer is connected: run"])
     });
     // A server that has gone is named, and the last state stays.
-    drop(server);
+    drop(work.server);
     terminal.tmux(&["send-keys", "r"]);
     until("the fault is shown", || shows(&["no answer"]));
     assert!(shows(&["requests of engines"]));

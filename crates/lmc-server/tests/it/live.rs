@@ -4,7 +4,7 @@ use lmc_testkit::{Folder, until};
 use serde_json::Value;
 
 use crate::common::prompt::{CHUNKS, Prompt, register};
-use crate::common::{Server, ask};
+use crate::common::{Server, ask, drive_flags};
 
 /// Tokens of each prompt.
 const TOKENS: u64 = (CHUNKS * 256) as u64;
@@ -19,17 +19,8 @@ fn json(server: &Server, path: &str) -> Value {
 #[test]
 fn hits_are_counted_by_tier_misses_by_reason_and_durations_by_minute() {
     let drive = Folder::temporary();
-    let server = Server::start(&[
-        "--request-log",
-        "all",
-        "--disk-create",
-        "--disk",
-        drive.text(),
-        "--disk-size",
-        "512MiB",
-        "--disk-keep-free",
-        "0",
-    ]);
+    let disk = drive_flags(&drive, "512MiB");
+    let server = Server::start(&[&disk[..], &["--request-log", "all"]].concat());
     let mut client = server.client();
     let shm_name = register(&mut client);
     Prompt(1).store(&mut client, &shm_name);
@@ -104,7 +95,7 @@ fn the_largest_tenants_are_listed_with_the_digests_of_the_metrics() {
         let salt = format!("marked-{number}");
         Prompt(number).store_salted(&mut client, &shm_name, &salt);
     }
-    // The largest.
+    // `marked-51` becomes the largest tenant.
     Prompt(52).store_salted(&mut client, &shm_name, "marked-51");
     let answer = json(&server, "/tenants");
     let tenants = answer["tenants"].as_array().expect("a list");

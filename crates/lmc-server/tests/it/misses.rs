@@ -9,7 +9,7 @@ use lmc_vllm_adapter::{CacheKey, Client, Reply, Request};
 use crate::common::prompt::{
     CHUNKS, Prompt, await_hits, end, key, register, register_as, retrieve, store,
 };
-use crate::common::{Server, ask, lmc};
+use crate::common::{Server, ask, drive_flags, lmc};
 
 /// Tokens of each prompt.
 const TOKENS: f64 = (CHUNKS * 256) as f64;
@@ -227,11 +227,10 @@ fn a_peer_that_does_not_answer_is_late() {
 
 /// Flags of a server with a drive.
 fn on_disk<'a>(folder: &'a Folder, more: &[&'a str]) -> Vec<&'a str> {
-    let disk = ["--disk-create", "--disk", folder.text()];
-    let size = ["--disk-size", "256MiB", "--disk-keep-free", "0"];
+    let disk = drive_flags(folder, "256MiB");
     // The machine may be busy.
     let timeout = ["--disk-read-timeout-seconds", "60"];
-    [&disk[..], &size, &timeout, more].concat()
+    [&disk[..], &timeout, more].concat()
 }
 
 /// Stores the prompt, and waits until all of it is on disk.

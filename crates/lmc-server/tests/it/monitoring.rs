@@ -7,9 +7,9 @@ use std::fs;
 use lmc_testkit::{Folder, free_port, until};
 use serde_json::Value;
 
-use crate::common::Server;
 use crate::common::page::{Page, parse};
 use crate::common::prompt::{CHUNKS, Prompt, register, retrieve};
+use crate::common::{Server, drive_flags};
 
 pub(crate) const RULES: &str = concat!(
     env!("CARGO_MANIFEST_DIR"),
@@ -167,19 +167,9 @@ fn full_page() -> Page {
     let (drive, store) = (Folder::temporary(), Folder::temporary());
     let url = format!("file://{}", store.text());
     let listen = format!("127.0.0.1:{}", free_port());
-    let server = Server::start(&[
-        "--disk-create",
-        "--disk",
-        drive.text(),
-        "--disk-size",
-        "512MiB",
-        "--disk-keep-free",
-        "0",
-        "--remote",
-        &url,
-        "--p2p-listen",
-        &listen,
-    ]);
+    let disk = drive_flags(&drive, "512MiB");
+    let shared = ["--remote", &url, "--p2p-listen", &listen];
+    let server = Server::start(&[&disk[..], &shared].concat());
     let mut client = server.client();
     let shm_name = register(&mut client);
     Prompt(1).store(&mut client, &shm_name);

@@ -15,7 +15,7 @@ use lmc_vllm_adapter::{
 use rustix::pty::{self, OpenptFlags};
 
 use crate::common::prompt::worker;
-use crate::common::{Server, lmc, registration};
+use crate::common::{Server, drive_flags, lmc, registration};
 
 /// Above 2^53, which JSON's readers in JavaScript and jq round.
 const ID: u64 = 275_782_994_765_433_869;
@@ -37,20 +37,11 @@ fn signals(server: &Server, signals: &[libc::c_int]) {
 
 /// Flags of a server that writes to a folder when it stops.
 fn write_back(folder: &Folder) -> Vec<&str> {
-    [&disk(folder)[..], &["--disk-write", "back"]].concat()
-}
-
-/// Flags of a server that writes to a folder.
-fn disk(folder: &Folder) -> [&str; 7] {
     [
-        "--disk-create",
-        "--disk",
-        folder.text(),
-        "--disk-size",
-        "256MiB",
-        "--disk-keep-free",
-        "0",
+        &drive_flags(folder, "256MiB")[..],
+        &["--disk-write", "back"],
     ]
+    .concat()
 }
 
 /// Returns how many chunks `lmc disk inspect` finds.
@@ -345,7 +336,7 @@ fn a_server_whose_stderr_is_not_read_serves_on_and_stops_in_order() {
 #[test]
 fn disk_hits_are_disk_hits_and_ids_are_whole() {
     let folder = Folder::temporary();
-    let server = Server::start(&disk(&folder));
+    let server = Server::start(&drive_flags(&folder, "256MiB"));
     let engine = Engine::new(server.port);
     let mut client = server.client();
     engine.store(&mut client, 3);

@@ -7,11 +7,11 @@ use lmc_backend_p2p::message::VERSION;
 use lmc_testkit::{Folder, free_port, in_lab, until, write_secret};
 use lmc_vllm_adapter::{Client, Reply, Request, RequestConfigs, Sources};
 
-use crate::common::Server;
 use crate::common::prompt::{
     CHUNKS, Prompt, await_hits, end, hits_so_far, look_up, read_found, register, register_wide,
     retrieve, store,
 };
+use crate::common::{Server, drive_flags};
 
 /// Starts a daemon that listens for peers at `port`, and connects to others.
 fn start(port: u16, peers: &[u16], flags: &[&str]) -> Server {
@@ -79,14 +79,8 @@ fn a_daemon_reads_what_another_has_stored() {
 fn what_another_has_on_disk_is_promoted_there_and_read() {
     let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
     let (one, two) = (free_port(), free_port());
-    let disk = [
-        "--disk-create",
-        "--disk",
-        folder.text(),
-        "--disk-size",
-        "512MiB",
-    ];
-    let flags = [&disk[..], &["--disk-keep-free", "0", "--state-dir", "none"]].concat();
+    let disk = drive_flags(&folder, "512MiB");
+    let flags = [&disk[..], &["--state-dir", "none"]].concat();
     let first = start(one, &[], &flags);
     let (mut client, shm_name) = worker(&first);
     store(&mut client, &shm_name);
@@ -720,21 +714,8 @@ fn a_directory_learns_what_a_drive_has_evicted_and_what_it_has_kept() {
     let at = format!("127.0.0.1:{}", free_port());
     let host = Server::start(&["--l1-size-gb", "64MiB", "--p2p-directory-listen", &at]);
     let directory = format!("lmc://{at}");
-    let disk = [
-        "--disk-create",
-        "--disk",
-        folder.text(),
-        "--disk-size",
-        "64MiB",
-    ];
-    let other = [
-        "--disk-keep-free",
-        "0",
-        "--state-dir",
-        "none",
-        "--p2p-directory",
-        &directory,
-    ];
+    let disk = drive_flags(&folder, "64MiB");
+    let other = ["--state-dir", "none", "--p2p-directory", &directory];
     let low = ["--eviction-trigger-watermark", "0.2"];
     let member = || start(free_port(), &[], &[&disk[..], &other, &low].concat());
     let metric =

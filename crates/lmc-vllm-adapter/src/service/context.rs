@@ -211,27 +211,26 @@ impl Context {
     /// Counts a store that failed, and notes its span. `begun` is the time of the worker's request.
     pub(super) fn store_failed(&self, key: &CacheKey, begun: Instant) {
         add(&self.stats.service.stores_failed, 1);
-        self.add_copy(key, begun.elapsed(), || {
-            SpanStep::Store(Copied::failed(key))
-        });
+        self.add_copy(key, begun.elapsed(), SpanStep::Store(Copied::failed(key)));
     }
 
     /// Counts a retrieve that failed, and notes its span. `begun` is the time of the worker's request.
     pub(super) fn retrieve_failed(&self, key: &CacheKey, begun: Instant) {
         add(&self.stats.service.retrieves_missed, 1);
-        self.add_copy(key, begun.elapsed(), || {
-            SpanStep::Retrieve(Copied::failed(key))
-        });
+        self.add_copy(
+            key,
+            begun.elapsed(),
+            SpanStep::Retrieve(Copied::failed(key)),
+        );
     }
 
     /// As [`Self::add_span`], for a range that a worker has copied, and logs the copy if every request is
     /// logged.
-    pub(super) fn add_copy(&self, key: &CacheKey, took: Duration, step: impl FnOnce() -> SpanStep) {
+    pub(super) fn add_copy(&self, key: &CacheKey, took: Duration, step: SpanStep) {
         let id = key.request_id.as_str();
         // A tail is retrieved under an id of its own.
         let id = id.strip_suffix(TAIL_LOOKUP).unwrap_or(id);
         let names = (id, key.model_name.as_str());
-        let step = step();
         if self.request_log.get() == RequestLog::All {
             log_copy(names, took, &step);
         }

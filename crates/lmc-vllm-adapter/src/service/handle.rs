@@ -79,7 +79,7 @@ impl SpaceBook for WeakService {
     }
 
     fn describe(&self, space: SpaceId) -> Option<KeySpace> {
-        self.upgrade()?.describe_space(space)
+        self.upgrade()?.0.context.spaces.description(space)
     }
 
     fn is_used(&self, space: SpaceId) -> bool {
@@ -550,11 +550,6 @@ impl Service {
         self.0.context.spaces.live(&layouts)
     }
 
-    /// Returns the fields of a space; `None` if no engine has named it since the start.
-    pub fn describe_space(&self, space: SpaceId) -> Option<KeySpace> {
-        self.0.context.spaces.description(space)
-    }
-
     /// Returns a function that is true for spaces whose chunks can be found after all present
     /// workers have gone. Chunks of other spaces need not go to a tier that outlives this process.
     /// The function is false for spaces that no engine has named; it may be used after the service
@@ -577,12 +572,7 @@ impl Service {
         context.spaces.tenant_of(space, &context.engine)
     }
 
-    /// Returns the tenants that were ever named, with their numbers in the engine.
-    pub fn tenants(&self) -> Vec<(lmc_key::Salt, TenantId)> {
-        self.0.context.spaces.tenants()
-    }
-
-    /// Returns the salts of those of these tenants that are known.
+    /// Returns the salts of the known tenants among `ids`.
     pub fn salts_of(&self, ids: &HashSet<TenantId>) -> HashMap<TenantId, lmc_key::Salt> {
         self.0.context.spaces.salts_of(ids)
     }

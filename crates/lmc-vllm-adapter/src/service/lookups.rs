@@ -264,13 +264,16 @@ impl Lookups {
         let mut note = None;
         let (known, promoted) = match lookup.try_found() {
             Ok(found) => {
-                self.note_found(&found, clears, &key.model_name, key.unit, || {
+                let runs = runs(&found);
+                let of = (key.model_name.as_str(), key.unit);
+                self.note_found((&found, &runs), clears, of, || {
                     self.announcements(key, &hashed)
                 });
                 self.push_found(&push, &found);
-                note = asked.map(|asked| context.count_misses(asked, &found, usage.as_deref()));
+                note = asked
+                    .map(|asked| context.count_misses(asked, (&found, &runs), usage.as_deref()));
                 let expires = now + context.config.lookup_lease;
-                let (hits, runs) = (found.hits as u64, runs(&found));
+                let hits = found.hits as u64;
                 let holds = rank_holds(found, first, readers);
                 let lookup = Lookup::known(number, hits, holds, expires);
                 (lookup.with_runs(runs), None)
@@ -450,17 +453,16 @@ impl Lookups {
     /// counted apart and not announced.
     fn note_found(
         &self,
-        found: &Found,
+        (found, runs): (&Found, &[TierRun]),
         clears: ClearsId,
-        model: &str,
-        unit: Option<u32>,
+        (model, unit): (&str, Option<u32>),
         chunks: impl Fn() -> Vec<StoredChunk>,
     ) {
         if let Some(unit) = unit {
             let tokens = found.hits as u64 * u64::from(unit);
             return add(&self.context.stats.service.hit_tokens_tail, tokens);
         }
-        self.count_hits(found);
+        self.count_hits(found, runs);
         let context = &self.context;
         let is_current = || clears == context.engine.clears_id();
         for rank in &found.ranks {
@@ -513,28 +515,28 @@ impl Lookups {
     }
 
     /// Counts the chunks that a lookup found, by the tiers that they came from.
-    fn count_hits(&self, found: &Found) {
+    fn count_hits(&self, found: &Found, runs: &[TierRun]) {
         let counters = &self.context.stats.service;
         let chunk = u64::from(self.context.config.hasher.chunk_size());
         let (hits, resident) = (found.hits as u64, found.resident as u64);
         add(&counters.hit_tokens, hits * chunk);
         add(&counters.hit_tokens_dram, resident * chunk);
         add(&counters.hit_tokens_lower, (hits - resident) * chunk);
-        self.context.engine.count_hits(&runs(found), chunk);
+        self.context.engine.count_hits(runs, chunk);
     }
 
     /// Answers a lookup whose promotion has ended.
     fn promoted(&self, promoting: &Promoting, found: Found) {
         let context = &self.context;
-        let (model, unit) = (&promoting.model, promoting.unit);
-        self.note_found(&found, promoting.clears, model, unit, || {
+        let (runs, of) = (runs(&found), (&*promoting.model, promoting.unit));
+        self.note_found((&found, &runs), promoting.clears, of, || {
             promoting.chunks.clone()
         });
         self.push_found(&promoting.push, &found);
         let asked = promoting.asked;
         let usage = promoting.usage.as_deref();
-        let note = asked.map(|asked| context.count_misses(asked, &found, usage));
-        let (hits, runs) = (found.hits as u64, runs(&found));
+        let note = asked.map(|asked| context.count_misses(asked, (&found, &runs), usage));
+        let hits = found.hits as u64;
         let holds = rank_holds(found, promoting.first, promoting.readers);
         let expires = Instant::now() + context.config.lookup_lease;
         let waiting = {
@@ -551,7 +553,7 @@ impl Lookups {
             waiter.tell(reply);
         }
         if let Some(note) = note {
-            context.report_lookup(&promoting.request_id, model, &note);
+            context.report_lookup(&promoting.request_id, &promoting.model, &note);
         }
     }
 

@@ -187,7 +187,7 @@ impl Context {
     pub(super) fn count_misses(
         &self,
         asked: LookupRange,
-        found: &Found,
+        (found, runs): (&Found, &[TierRun]),
         usage: Option<&Usage>,
     ) -> LookupNote {
         if let Some(usage) = usage {
@@ -195,13 +195,8 @@ impl Context {
         }
         let is_whole = found.hits >= asked.chunks;
         let why = (!is_whole).then(|| self.why(asked, found));
-        let is_shown = self.request_log.get() != RequestLog::Off;
-        let runs = match found.was_read() && is_shown {
-            true => found.runs(),
-            false => Vec::new(),
-        };
         LookupNote {
-            runs,
+            runs: runs.to_vec(),
             ..self.count_end(asked, (found.hits, found.resident), why)
         }
     }

@@ -367,7 +367,7 @@ impl Spaces {
         self.table.read().tenants.get(salt).copied()
     }
 
-    /// Returns the salts of those of these tenants that are known.
+    /// Returns the salts of the known tenants among `ids`.
     pub(crate) fn salts_of(&self, ids: &HashSet<TenantId>) -> HashMap<TenantId, Salt> {
         let table = self.table.read();
         let mut salts: HashMap<_, _> = (table.tenants.iter())
@@ -376,16 +376,6 @@ impl Spaces {
             .collect();
         salts.insert(TenantId::default(), Salt::default());
         salts
-    }
-
-    /// The tenants that are known, with their salts.
-    pub(crate) fn tenants(&self) -> Vec<(Salt, TenantId)> {
-        let table = self.table.read();
-        table
-            .tenants
-            .iter()
-            .map(|(salt, &id)| (salt.clone(), id))
-            .collect()
     }
 }
 

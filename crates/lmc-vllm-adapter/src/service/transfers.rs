@@ -330,9 +330,8 @@ impl Transfers {
         context.events.stored(&model, events);
         let count = tickets.len();
         let inserted = context.engine.commit(tickets);
-        context.add_copy(key, begun.elapsed(), || {
-            SpanStep::Store(Copied::new(key, count, bytes))
-        });
+        let copied = Copied::new(key, count, bytes);
+        context.add_copy(key, begun.elapsed(), SpanStep::Store(copied));
         context.push(to, || stored);
         for (hash, inserted) in hashes.into_iter().zip(inserted) {
             if inserted == Inserted::Cleared {
@@ -635,9 +634,9 @@ impl Transfers {
         add(&counters.retrieved_chunks, chunks.len() as u64);
         add(&counters.retrieved_bytes, bytes);
         self.lookups.retrieved(client, key, space, kv_rank, chunks);
-        self.context.add_copy(key, begun.elapsed(), || {
-            SpanStep::Retrieve(Copied::new(key, chunks.len(), bytes))
-        });
+        let copied = Copied::new(key, chunks.len(), bytes);
+        let context = &self.context;
+        context.add_copy(key, begun.elapsed(), SpanStep::Retrieve(copied));
     }
 
     pub(super) fn prepare_retrieve(

@@ -198,6 +198,19 @@ impl Drop for Server {
     }
 }
 
+/// Returns the flags of a new drive of this size in a folder.
+pub(crate) fn drive_flags<'a>(folder: &'a Folder, size: &'a str) -> [&'a str; 7] {
+    [
+        "--disk-create",
+        "--disk",
+        folder.text(),
+        "--disk-size",
+        size,
+        "--disk-keep-free",
+        "0",
+    ]
+}
+
 /// The pool's segment of the server on a port, which has an unpredictable suffix.
 pub(crate) fn segment(port: u16) -> Option<PathBuf> {
     let prefix = format!("lmc_{port}_");
