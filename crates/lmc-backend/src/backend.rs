@@ -57,10 +57,11 @@ pub trait Backend: fmt::Debug + Send + Sync {
     }
 
     /// Returns the number of keys that one `locate` may name at about the cost of one key. The first `locate`
-    /// for a prompt names this many keys; if the tier has all of these keys, further calls name the
-    /// rest of the prompt. With several tiers, the smallest number counts. Default: 1. Then, where the length of the chunks is known,
-    /// the first `locate` also names the prompt's last key. If the tier has both chunks and gives no handle
-    /// for them, the engine loads the chunks between them without a `locate`.
+    /// for a prompt names this many keys; if the tier has all of these keys, further calls name the rest of
+    /// the prompt. Default: 1. Then, where the length of the chunks is known, the first `locate` also names
+    /// the prompt's last key. If the tier has both chunks and gives no handle for them, the engine loads the
+    /// chunks between them without a `locate`; if the tier lacks the last one, the engine looks some keys in
+    /// between up, until it knows where the tier's chunks end.
     fn asks_at_once(&self) -> usize {
         1
     }

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::iter;
 use std::mem;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
@@ -25,6 +26,8 @@ const BUSY: Duration = Duration::from_millis(250);
 /// Time that nearer tiers have left to answer once other tiers are known to have all chunks; a timer may
 /// double it. Longer than a nearby peer or store takes to answer, and shorter than a prompt would notice.
 const GRACE: Duration = Duration::from_millis(1);
+/// Most keys that are asked about at once to find the end of the chunks that a store has.
+const PROBES: usize = 16;
 /// Time for which a late tier is not waited for at all.
 pub(super) const LATE: Duration = Duration::from_millis(100);
 
@@ -133,6 +136,37 @@ impl Waits {
     }
 }
 
+/// Keys that tiers are asked about.
+#[derive(Debug, Clone, Copy)]
+struct Question<'a> {
+    keys: &'a [ChunkKey],
+    /// Number of leading keys that every tier is asked about, and whose answers are waited for. A tier whose
+    /// requests cover several keys is also asked about the keys after them.
+    needed: usize,
+    /// True if the last key is for the tiers whose requests cover one key.
+    has_sample: bool,
+}
+
+impl<'a> Question<'a> {
+    fn about(keys: &'a [ChunkKey]) -> Self {
+        Self {
+            keys,
+            needed: keys.len(),
+            has_sample: false,
+        }
+    }
+
+    /// Returns the indices of the keys for a tier whose requests cover `at_once` keys.
+    fn indices_for(self, at_once: usize) -> impl Iterator<Item = usize> + Clone {
+        let sample = self.keys.len() - usize::from(self.has_sample);
+        let (end, sample) = match at_once {
+            0 | 1 => (self.needed, sample..self.keys.len()),
+            more => (self.needed.max(more.min(sample)), 0..0),
+        };
+        (0..end).chain(sample)
+    }
+}
+
 /// Selection of the tiers that have no local index.
 #[derive(Debug, Clone, Copy)]
 enum Asked<'a> {
@@ -188,14 +222,14 @@ impl Tiers {
         // Most prompts that DRAM does not know are in no tier.
         let found = match known {
             [] => Vec::new(),
-            [first, _, ..] if self.each_now(&[*first], [], chunk_bytes, None)[0].is_none() => {
-                Vec::new()
-            }
-            _ => self
-                .each_now(known, [], chunk_bytes, None)
-                .into_iter()
-                .map_while(|one| one)
-                .collect(),
+            [first, ..] => match self.each_now(&[*first], [], chunk_bytes, None).pop() {
+                Some(first @ Some(_)) if known.len() > 1 => self
+                    .each_now(known, [first], chunk_bytes, None)
+                    .into_iter()
+                    .map_while(|one| one)
+                    .collect(),
+                first => first.flatten().into_iter().collect(),
+            },
         };
         let is_final = is_final || found.len() == keys.len();
         Sources { found, is_final }
@@ -330,11 +364,11 @@ impl Tiers {
         })
     }
 
-    /// Finds the sources of the leading keys in all tiers; `known` has those found so far. Asks first about
-    /// the first key that no local index has, together with the keys after it that one request covers at
-    /// about the same cost. If one of these is in no tier, the rest is not asked for. If each key costs a
-    /// request of its own, also asks about the last key: a tier that has both is assumed to have the chunks
-    /// between them.
+    /// Finds the sources of the leading keys in all tiers; `known` has the sources found so far. Asks each tier
+    /// first about as many keys as one request covers at about the cost of one key. If the first key is in no
+    /// tier, the rest is not asked for. If each key costs a request of its own, also asks about the last key:
+    /// a tier that has both is assumed to have the chunks between them, and of a tier that lacks the last
+    /// chunk, the end of its chunks is searched for.
     ///
     /// Waits for chunks that are being written, pushed or expected. If the prompt waits for its sources,
     /// waits for the first chunk only, so that it is read while the next one is computed. Also returns the
@@ -351,56 +385,108 @@ impl Tiers {
             return (found, miss);
         }
         let asked = (0..self.tiers.len()).filter(|&index| self.is_asked(index, hint.parts));
-        let at_once = asked.map(|index| self.tiers[index].backend.asks_at_once());
-        let mut at_most = at_once.min().unwrap_or(1).max(1);
+        let at_once = asked.map(|index| self.tiers[index].backend.asks_at_once().max(1));
+        let (mut at_least, mut at_most) = at_once.fold((usize::MAX, 1), |(least, most), n| {
+            (least.min(n), most.max(n))
+        });
         while found.len() < keys.len() {
             let rest = &keys[found.len()..];
-            let part = &rest[..at_most.min(rest.len())];
+            let (all, part) = (at_least.min(rest.len()), &rest[..at_most.min(rest.len())]);
             let mut sources = self.sources_now(part, hint.chunk_bytes, None);
             let asked: Vec<usize> = (0..sources.len())
                 .filter(|&n| sources[n].is_none())
                 .collect();
             let mut asked_keys: Vec<ChunkKey> = asked.iter().map(|&n| part[n]).collect();
-            if let ([_], [_]) = (part, &asked[..]) {
-                asked_keys.extend(self.last_to_ask(rest, hint));
-            }
+            let sample = match (all, asked.first()) {
+                (1, Some(0)) => self.last_to_ask(rest, hint),
+                _ => None,
+            };
+            asked_keys.extend(sample);
+            let question = Question {
+                keys: &asked_keys,
+                needed: asked.iter().filter(|&&n| n < all).count(),
+                has_sample: sample.is_some(),
+            };
             let waits = match hint.wait {
                 Some(_) if !found.is_empty() => waits.over(),
                 _ => waits,
             };
-            let (mut answers, has_waited) = self
-                .ask_until_known(&asked_keys, asked.len(), hint, waits)
-                .await;
+            let (mut answers, has_waited) = self.ask_until_known(question, hint, waits).await;
             let last = answers.split_off(asked.len()).pop();
+            let is_absent = matches!(last, Some(Answer::Absent));
             let last = last.and_then(Answer::source);
-            let first_missing = asked.iter().zip(&answers);
-            let mut first_missing =
-                first_missing.filter(|(_, answer)| !matches!(answer, Answer::Found(_)));
-            miss = first_missing.next().and_then(|(_, answer)| answer.miss());
+            let needed = asked.iter().zip(&answers).take(question.needed);
+            let mut missing = needed.filter(|(_, answer)| !matches!(answer, Answer::Found(_)));
+            miss = missing.next().and_then(|(_, answer)| answer.miss());
             for (n, answer) in asked.into_iter().zip(answers) {
                 sources[n] = answer.source();
             }
             let before = found.len();
             found.extend(sources.into_iter().map_while(|source| source));
-            if let (Some(first), Some(last)) = (found.get(before), last)
-                && !has_waited
-                && let Some(between) = assumed_between(first, &last)
-            {
-                let keys = &rest[1..rest.len() - 1];
+            (at_least, at_most) = (keys.len(), keys.len());
+            let end = match (found.get(before), last) {
+                (Some(first), Some(last)) if !has_waited => {
+                    assumed_between(first, &last).then_some(rest.len()..rest.len())
+                }
+                (Some(first), None) if !has_waited && is_absent => {
+                    self.search_end(rest, first, hint).await
+                }
+                _ => None,
+            };
+            if let Some(end) = end {
+                let (first, known) = (found[before].clone(), found.len() - before);
+                let keys = &rest[known.min(end.start)..end.start];
                 let sources = self.sources_now(keys, hint.chunk_bytes, None);
                 let is_whole = sources.len() == keys.len();
-                found.extend(sources.into_iter().map(|it| it.unwrap_or(between.clone())));
-                found.extend(is_whole.then_some(last));
-                break;
+                found.extend(sources.into_iter().map(|it| it.unwrap_or(first.clone())));
+                if !is_whole {
+                    break;
+                }
+                // Also about the chunk that the tier lacks: an engine may be writing it elsewhere.
+                at_least = end.len() + 1;
+                at_most = at_least;
+                continue;
             }
             // An engine may meanwhile have begun to write a chunk that was absent before.
             let goes_on = has_waited && found.len() > before;
-            if found.len() < before + part.len() && !goes_on {
+            if found.len() < before + all && !goes_on {
                 break;
             }
-            at_most = keys.len();
         }
         (found, miss)
+    }
+
+    /// Searches for the end of the chunks of a tier that has the first of these keys and lacks the last one.
+    /// Asks about several keys in between at a time. Returns the range of the keys that may be the first one
+    /// that the tier lacks, without the last of them; the tier is assumed to have the keys before the range.
+    /// Returns `None` if there are few keys, or nothing is to be assumed of the tier.
+    async fn search_end(
+        &self,
+        keys: &[ChunkKey],
+        first: &ChunkSource,
+        hint: &LocateHint,
+    ) -> Option<Range<usize>> {
+        let of_tier = BTreeSet::from([first.tier()?]);
+        let mut open = 1..keys.len() - 1;
+        if open.len() <= PROBES || !assumed_between(first, first) {
+            return None;
+        }
+        while open.len() > PROBES {
+            let step = open.len().div_ceil(PROBES + 1);
+            let probes = (open.start + step - 1..open.end).step_by(step);
+            let probed: Vec<ChunkKey> = probes.clone().map(|n| keys[n]).collect();
+            let question = Question::about(&probed);
+            let answers = self.ask(question, hint, Asked::Only(&of_tier)).await;
+            let has = |answer: &Answer| match answer {
+                Answer::Found(source) => assumed_between(first, source),
+                _ => false,
+            };
+            let leading = answers.iter().take_while(|answer| has(answer)).count();
+            let end = probes.clone().nth(leading).unwrap_or(open.end);
+            let before_end = leading.checked_sub(1).and_then(|n| probes.clone().nth(n));
+            open = before_end.map_or(open.start, |n| n + 1)..end;
+        }
+        Some(open)
     }
 
     /// Returns the last of these keys if a request for the first one should name it too: there are keys
@@ -412,18 +498,18 @@ impl Tiers {
         matches!(known[..], [None]).then_some(*last)
     }
 
-    /// Asks the tiers about keys. Waits for answers about the first `needed` keys; uses the answers about the
-    /// other keys that arrive by then. Waits for needed chunks that an engine is writing to a tier or a peer
-    /// is pushing, and then returns true with the answers.
+    /// Asks the tiers about keys. Waits for answers about the needed keys; uses the answers about the other keys
+    /// that arrive by then. Waits for needed chunks that an engine is writing to a tier or a peer is pushing,
+    /// and then returns true with the answers.
     async fn ask_until_known(
         &self,
-        keys: &[ChunkKey],
-        needed: usize,
+        question: Question<'_>,
         hint: &LocateHint,
         waits: Waits,
     ) -> (Vec<Answer>, bool) {
+        let Question { keys, needed, .. } = question;
         let mut has_waited = false;
-        let mut answers: Vec<Answer> = self.ask(keys, needed, hint, Asked::All).await;
+        let mut answers: Vec<Answer> = self.ask(question, hint, Asked::All).await;
         // Most prompts that no tier has are nowhere.
         let is_absent = |answer: &Answer| matches!(answer, Answer::Absent | Answer::Unknown(_));
         let mut first_absent = None;
@@ -466,7 +552,7 @@ impl Tiers {
                 true => Asked::All,
                 false => Asked::Only(&tiers),
             };
-            let mut again = self.ask(&asked, asked.len(), again, which).await;
+            let mut again = self.ask(Question::about(&asked), again, which).await;
             self.look_at_dram(&mut again, &asked, hint);
             for (n, answer) in pending.into_iter().zip(again) {
                 answers[n] = answer;
@@ -514,25 +600,23 @@ impl Tiers {
         hint: &LocateHint,
         except: usize,
     ) -> Vec<Option<ChunkSource>> {
-        let answers = self
-            .ask(keys, keys.len(), hint, Asked::Except(except))
-            .await;
+        let which = Asked::Except(except);
+        let answers = self.ask(Question::about(keys), hint, which).await;
         answers.into_iter().map(Answer::source).collect()
     }
 
-    /// Asks all tiers without a local index at the same time, each with its own deadline. Ends when all
-    /// needed chunks, the first `needed` ones, are found and the nearer tiers have answered or are late. Only
-    /// tiers that look up each key on its own are also asked about the other keys. A failure of a tier is
-    /// counted, and the tier is not used for this prompt.
+    /// Asks all tiers without a local index at the same time, each with its own deadline and about its own
+    /// keys. Ends when all needed chunks are found and the nearer tiers have answered or are late. A failure
+    /// of a tier is counted, and the tier is not used for this prompt.
     async fn ask(
         &self,
-        keys: &[ChunkKey],
-        needed: usize,
+        question: Question<'_>,
         hint: &LocateHint,
         which: Asked<'_>,
     ) -> Vec<Answer> {
+        let Question { keys, needed, .. } = question;
         let mut answers = vec![Answer::Absent; keys.len()];
-        if keys.is_empty() {
+        if needed == 0 {
             return answers;
         }
         let is_asked = |index: &usize| which.includes(*index) && self.is_asked(*index, hint.parts);
@@ -540,20 +624,18 @@ impl Tiers {
         let asked = awaited.iter().map(|&index| (index, &self.tiers[index]));
         let mut located: FuturesUnordered<_> = asked
             .map(|(index, tier)| async move {
-                let keys = match tier.backend.asks_at_once() {
-                    1 => keys,
-                    _ => &keys[..needed],
-                };
+                let indices = question.indices_for(tier.backend.asks_at_once());
+                let keys: Vec<ChunkKey> = indices.clone().map(|n| keys[n]).collect();
                 let mut timeout = hint.timeout.unwrap_or(tier.policy.locate_timeout);
                 if let Some(wait) = hint.wait.filter(|_| hint.is_repeated) {
                     timeout = timeout.max(BUSY.min(wait));
                 }
                 let deadline = now() + timeout;
-                let located = tier.backend.locate(keys, hint, deadline);
+                let located = tier.backend.locate(&keys, hint, deadline);
                 // A tier that breaks its contract must not delay the prompt.
                 let located = tokio::time::timeout(timeout, located).await;
                 let failed = || keys.iter().map(|_| Err(BackendError::Deadline)).collect();
-                (index, keys.len(), located.unwrap_or_else(|_| failed()))
+                (index, indices, located.unwrap_or_else(|_| failed()))
             })
             .collect();
         let mut grace = None;
@@ -563,14 +645,14 @@ impl Tiers {
                 None => next.await,
                 Some(until) => tokio::time::timeout_at(until, next).await.ok().flatten(),
             };
-            let Some((index, asked, located)) = next else {
+            let Some((index, indices, located)) = next else {
                 break;
             };
             awaited.remove(&index);
-            if located.len() != asked || located.iter().any(Result::is_err) {
+            if located.len() != indices.clone().count() || located.iter().any(Result::is_err) {
                 count(&self.tiers[index].counters.locate_failed, 1);
             }
-            for (answer, located) in answers.iter_mut().zip(located) {
+            for (n, located) in indices.zip(located) {
                 let located = match located {
                     Ok(Located::Present(location)) => {
                         let source = self.source(index, location, hint.chunk_bytes);
@@ -581,7 +663,7 @@ impl Tiers {
                     Ok(Located::Absent) => Answer::Absent,
                     Err(error) => Answer::Unknown(Miss::of_question(&error, index)),
                 };
-                *answer = mem::take(answer).or(located);
+                answers[n] = mem::take(&mut answers[n]).or(located);
             }
             // Once all chunks are found, only nearer tiers can have a better source. With a recompute time,
             // also a cheaper source is better, because the cost decides whether the chunks are read at all.
@@ -688,9 +770,9 @@ impl Answer {
     }
 }
 
-/// Returns the source to assume for the chunks between two located ones, if one tier has both and gave no
-/// handles.
-fn assumed_between(first: &ChunkSource, last: &ChunkSource) -> Option<ChunkSource> {
+/// Returns true if the chunks between two located ones are assumed to be where the first one is: one tier has
+/// both and gave no handles.
+fn assumed_between(first: &ChunkSource, last: &ChunkSource) -> bool {
     let both = (first, last);
     let (
         ChunkSource::Tier {
@@ -705,9 +787,9 @@ fn assumed_between(first: &ChunkSource, last: &ChunkSource) -> Option<ChunkSourc
         },
     ) = both
     else {
-        return None;
+        return false;
     };
-    (index == of_last).then(|| last.clone())
+    index == of_last
 }
 
 /// Returns the farthest tier among the sources of the chunks; `None` if a chunk is not found.

@@ -67,6 +67,47 @@ fn a_tier_that_has_the_first_and_the_last_chunk_is_not_asked_about_those_between
     assert_eq!(questions(&tier), [1, 7], "no length is known");
 }
 
+/// Each of the chunks that a store had was asked about, if it lacked the last one.
+#[test]
+fn the_end_of_what_a_tier_has_is_searched_for_with_few_questions() {
+    for (has, hits) in [
+        (&[(0, 1)][..], 1),
+        (&[(0, 2)], 2),
+        (&[(0, 300)], 300),
+        (&[(0, 998)], 998),
+        (&[(0, 999)], 999),
+        // With a gap before or after a chunk that was asked about.
+        (&[(0, 500), (501, 900)], 500),
+        (&[(0, 10), (900, 999)], 10),
+    ] {
+        let tier = tier(has);
+        let engine = engine(2048, vec![Arc::clone(&tier) as _]);
+        assert_eq!(found_sized(&engine, 0..1, 0..1000).hits, hits, "{has:?}");
+        let asked: usize = questions(&tier).iter().sum();
+        assert!(asked <= 2 + 3 * 17, "{has:?}: {:?}", questions(&tier));
+        assert_idle(&engine);
+    }
+}
+
+/// The first question to peers was about one chunk only, if there was a store as well.
+#[test]
+fn what_one_tier_lacks_of_a_first_question_is_found_in_the_other() {
+    for (near_has, of_near, of_far) in [((0, 2), &[4, 6][..], 6), ((0, 0), &[4], 2)] {
+        let near = Arc::new(Scripted {
+            at_once: 4,
+            ..Scripted::new()
+        });
+        put(&*near, SPACE, near_has.0..near_has.1);
+        let far = tier(&[(0, 8)]);
+        let engine = above(&[&near, &far]);
+        assert_eq!(found_sized(&engine, 0..1, 0..8).hits, 8, "{near_has:?}");
+        assert_eq!(questions(&near), of_near, "{near_has:?}");
+        // Its first question is not waited for where the nearer tier has the chunk.
+        assert_eq!(questions(&far).pop(), Some(of_far), "{near_has:?}");
+        assert_idle(&engine);
+    }
+}
+
 #[test]
 fn a_chunk_that_is_missing_between_ends_what_is_found_unless_another_tier_has_it() {
     for (far_has, hits) in [((3, 4), 8), ((20, 21), 3)] {
@@ -158,7 +199,7 @@ fn a_chunk_of_another_length_ends_what_is_found() {
     assert_idle(&engine);
 }
 
-/// Both questions once waited for a store that a prompt of the peers did not need.
+/// The questions to the peers once waited for a store that the prompt did not need.
 #[test]
 fn a_store_that_is_silent_does_not_delay_the_first_answer_of_peers() {
     let peers = Arc::new(Scripted {
@@ -171,10 +212,6 @@ fn a_store_that_is_silent_does_not_delay_the_first_answer_of_peers() {
     let engine = engine(64, tiers);
     store.hold(Operation::Locate);
     assert_eq!(found_sized(&engine, 0..1, 0..8).hits, 8);
-    assert_eq!(
-        questions(&peers),
-        [1, 7],
-        "the peers are asked about all keys"
-    );
+    assert_eq!(questions(&peers), [8], "one question about all keys");
     assert_idle(&engine);
 }
