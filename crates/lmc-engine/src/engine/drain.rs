@@ -2,14 +2,17 @@
 
 use std::sync::atomic::Ordering;
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use lmc_backend::{Host as _, now};
 use lmc_backend_local::ListedChunk;
 
 use super::{CLOSE_MARGIN, CacheEngine, CloseReport, NOT_BEGUN, WRITER};
-use crate::lower::{LowerTiers, Offer, POLL, Tiers};
+use crate::lower::{LowerTiers, Offer, Tiers};
 use crate::policy::WritePolicy;
+
+/// Time between two checks for capacity in the queues of writes.
+const POLL: Duration = Duration::from_millis(1);
 
 impl CacheEngine {
     /// Stops accepting chunks from engines and peers; lookups and reads continue. Reservations made before

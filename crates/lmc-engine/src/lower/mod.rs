@@ -37,7 +37,7 @@ use permits::Permits;
 pub(crate) use promote::{Prompt, half_of};
 use uses::Uses;
 use write_queue::WriteQueue;
-pub(crate) use write_queue::{Offer, OfferReason, POLL};
+pub(crate) use write_queue::{Offer, OfferReason};
 
 /// Longest time at the end of a close that is reserved for closing the tiers, after the writes.
 const CLOSING: Duration = Duration::from_secs(1);
@@ -175,6 +175,8 @@ pub(crate) struct Tiers {
     permits: Permits,
     /// Chunks that prompts are promoting.
     promoting: Mutex<HashSet<ChunkKey, FoldState>>,
+    /// Notified when chunks are not promoted any more.
+    promoted: Notify,
     /// Chunks that peers have pushed or are pushing.
     pushed: Arc<PushedChunks>,
     /// Locked for writing while chunks are removed from DRAM and the write queues, so that no chunk is
@@ -255,6 +257,7 @@ impl LowerTiers {
             },
             permits: Permits::new(promotion_units, found),
             promoting: Mutex::default(),
+            promoted: Notify::new(),
             pushed,
             removal: RwLock::new(()),
             removing: Mutex::default(),

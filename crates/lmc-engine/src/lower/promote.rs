@@ -33,7 +33,7 @@ const WINDOW: u64 = 64 << 20;
 const WINDOWS: usize = 3;
 /// Most chunks that are committed together when they arrive together.
 const COMMIT_TOGETHER: usize = 32;
-/// Time between two checks of a chunk that another prompt promotes or a worker writes.
+/// Time between two checks of a chunk that a worker writes.
 const POLL: Duration = Duration::from_millis(1);
 /// Longest wait for a worker that is writing a chunk that a lower tier has. A worker may take arbitrarily
 /// long to commit, or never commit.
@@ -124,25 +124,20 @@ impl Promoting {
 
     /// Removes a chunk that was added.
     fn remove(&mut self, key: &ChunkKey) {
-        self.tiers.promoting.lock().remove(key);
         self.keys.remove(key);
+        self.tiers.end_promotions([*key]);
     }
 
     /// Removes the chunks for which `pick` returns false.
     fn retain(&mut self, pick: impl Fn(&ChunkKey) -> bool) {
-        let mut promoting = self.tiers.promoting.lock();
-        for key in self.keys.extract_if(|key| !pick(key)) {
-            promoting.remove(&key);
-        }
+        self.tiers
+            .end_promotions(self.keys.extract_if(|key| !pick(key)));
     }
 }
 
 impl Drop for Promoting {
     fn drop(&mut self) {
-        let mut promoting = self.tiers.promoting.lock();
-        for key in &self.keys {
-            promoting.remove(key);
-        }
+        self.tiers.end_promotions(self.keys.drain());
     }
 }
 
@@ -544,20 +539,35 @@ impl Tiers {
         }
     }
 
-    /// Waits for chunks that will probably be findable soon.
+    /// Records that chunks are not promoted any more, and wakes the prompts that wait for them.
+    fn end_promotions(&self, keys: impl IntoIterator<Item = ChunkKey>) {
+        let mut promoting = self.promoting.lock();
+        for key in keys {
+            promoting.remove(&key);
+        }
+        drop(promoting);
+        self.promoted.notify_waiters();
+    }
+
+    /// Waits for chunks that will probably be findable soon: chunks that other prompts promote, and, until
+    /// `writers_until`, chunks that workers are writing.
     async fn wait_for(&self, prompt: &Prompt, busy: &[Rest], writers_until: Instant) {
         for one in busy {
             let key = &prompt.keys[one.index];
-            while self.is_awaited(key, writers_until) && now() < prompt.deadline {
-                tokio::time::sleep(POLL).await;
+            while now() < prompt.deadline {
+                let mut promoted = pin!(self.promoted.notified());
+                // Before the check, so that no promotion ends between the two unnoticed.
+                promoted.as_mut().enable();
+                let until = match self.promoting.lock().contains(key) {
+                    true => prompt.deadline,
+                    false if self.local.is_writing(key) && now() < writers_until => now() + POLL,
+                    false => break,
+                };
+                let until = tokio::time::Instant::from_std(until);
+                // Ends in time or not: the chunk is checked again.
+                let _ = tokio::time::timeout_at(until, promoted).await;
             }
         }
-    }
-
-    /// Returns true if a chunk will probably be findable soon: another prompt promotes it, or, before
-    /// `writers_until`, a worker is writing it.
-    fn is_awaited(&self, key: &ChunkKey, writers_until: Instant) -> bool {
-        self.promoting.lock().contains(key) || (self.local.is_writing(key) && now() < writers_until)
     }
 
     /// Asks the other tiers for chunks whose load failed. Each index comes with the tier that failed.

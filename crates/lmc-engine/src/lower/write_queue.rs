@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::mem;
+use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use futures_util::StreamExt;
 use lmc_backend::{StoreItem, Stored, now, ready};
@@ -22,8 +23,6 @@ const BATCH: usize = 64;
 /// Most batches that a tier works on at a time, so that it writes the next one while it makes a batch
 /// durable.
 const BATCHES: usize = 4;
-/// Time between two checks of whether all writes have ended.
-pub(crate) const POLL: Duration = Duration::from_millis(1);
 
 /// A chunk that is offered to the lower tiers.
 #[derive(Debug, Clone)]
@@ -54,6 +53,8 @@ pub(crate) enum OfferReason {
 pub(super) struct WriteQueue {
     queue: Mutex<PendingWrites>,
     arrived: Notify,
+    /// Notified when writes have ended or were dropped.
+    ended: Notify,
     /// Bytes in the queue and in batches in progress.
     bytes: AtomicU64,
     max_bytes: u64,
@@ -73,6 +74,7 @@ impl WriteQueue {
         Self {
             queue: Mutex::default(),
             arrived: Notify::new(),
+            ended: Notify::new(),
             bytes: AtomicU64::new(0),
             max_bytes,
         }
@@ -122,6 +124,13 @@ impl WriteQueue {
 
     fn release(&self, bytes: u64) {
         self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+        self.ended.notify_waiters();
+    }
+
+    /// Records that a batch has been answered.
+    fn batch_ended(&self, batch: u64) {
+        self.queue.lock().batches.remove(&batch);
+        self.ended.notify_waiters();
     }
 
     /// Records that the write of one chunk of a batch has ended.
@@ -160,24 +169,32 @@ impl WriteQueue {
     /// if the deadline passed first.
     pub(super) async fn settled(&self, deadline: Instant) -> bool {
         let last = self.queue.lock().last_batch;
-        let under_way = || {
+        let is_over = || {
             let queue = self.queue.lock();
             let oldest = queue.batches.first_key_value();
-            oldest.is_some_and(|(&oldest, _)| oldest <= last)
+            oldest.is_none_or(|(&oldest, _)| oldest > last)
         };
-        while under_way() {
-            if now() >= deadline {
-                return false;
-            }
-            tokio::time::sleep(POLL).await;
-        }
-        true
+        self.wait(deadline, is_over).await
     }
 
     /// Waits until no chunk is queued or being written, or until the deadline.
     pub(super) async fn idle(&self, deadline: Instant) {
-        while self.bytes() > 0 && now() < deadline {
-            tokio::time::sleep(POLL).await;
+        self.wait(deadline, || self.bytes() == 0).await;
+    }
+
+    /// Waits until enough writes have ended. Returns false if the deadline passed first.
+    async fn wait(&self, deadline: Instant, is_over: impl Fn() -> bool) -> bool {
+        let deadline = tokio::time::Instant::from_std(deadline);
+        loop {
+            let mut ended = pin!(self.ended.notified());
+            // Before the check, so that no write ends between the two unnoticed.
+            ended.as_mut().enable();
+            if is_over() {
+                return true;
+            }
+            if tokio::time::timeout_at(deadline, ended).await.is_err() {
+                return is_over();
+            }
         }
     }
 
@@ -343,6 +360,6 @@ async fn write(tiers: &Tiers, index: usize, batch: u64, items: Vec<StoreItem>) {
         count(&counters.write_failed, 1);
         tier.queue.ended(batch, len);
     }
-    tier.queue.queue.lock().batches.remove(&batch);
+    tier.queue.batch_ended(batch);
     count(&counters.write_batches_ended, 1);
 }
