@@ -14,8 +14,8 @@ use crate::{packages, target, vllm};
 /// Prove on a GPU what needs one: LMCache's client and lmc's own on tensors there, byte by byte
 ///
 /// Puts the program, lmc's Python package, the wheels that LMCache's client needs, a test of the driver
-/// and the scripts into target/test-gpu, which is all that a machine with a GPU needs besides Python
-/// and torch: copy the folder there and run its run.sh. Where this machine has a GPU, that is run here.
+/// and the scripts into target/test-gpu. A machine with a GPU needs only this folder, Python and
+/// torch: copy the folder there and run its run.sh. Where this machine has a GPU, that is run here.
 /// Without one, the checks of lmc's own client that need no GPU are run on tensors in host memory.
 #[derive(Debug, clap::Args)]
 pub(crate) struct GpuArgs {

@@ -602,7 +602,7 @@ impl CacheEngine {
         self.0.tier.is_writing(&key)
     }
 
-    /// Pushes chunks that are in DRAM to another process, so that it has them before a request asks for them.
+    /// Pushes chunks that are in DRAM to another process, so that the process has the chunks before a request asks there.
     /// `to` is the process's name or an address, as a tier knows it. Each chunk is given with the chunk
     /// before it in its prompt. Returns at once; false if no tier reaches the process.
     pub fn push(&self, chunks: &[(ChunkKey, Option<ChunkKey>)], to: &str) -> bool {

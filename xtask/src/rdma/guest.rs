@@ -22,7 +22,7 @@ use crate::ucx::{self, Nixl};
 use crate::{packages, ports, shown};
 
 const INIT: &str = include_str!("init.sh");
-/// Modules without which there is no soft-RoCE. What they depend on comes with them.
+/// Modules without which there is no soft-RoCE. The modules that these depend on are added.
 const NEEDED: [&str; 5] = ["virtio_pci", "virtio_net", "dummy", "ib_uverbs", "rdma_rxe"];
 /// Modules that a kernel asks for by name when it needs them, which no guest has `modprobe` for:
 /// soft-RoCE's checksum.

@@ -5,7 +5,9 @@ use super::tree::Tree;
 use super::words::doc_text;
 
 /// Words that may stand in for a noun.
-const PRONOUNS: &[&str] = &["one", "those", "that", "such", "all", "others", "what"];
+const PRONOUNS: &[&str] = &[
+    "one", "those", "that", "such", "all", "others", "what", "them", "which",
+];
 
 /// Words before a pronoun that are no noun which it could belong to.
 const BEFORE: &[&str] = &[
@@ -22,17 +24,32 @@ const AFTER: &[&str] = &[
     "than", "but", "goes", "comes", "it", "they",
 ];
 
-/// A sentence has at most one pronoun that stands for no noun.
+/// Most sentences of the whole tree that have one such pronoun. This number is only ever lowered.
+const MOST_WITH_ONE: usize = 985;
+
+/// A sentence has at most one pronoun that stands for no noun, and few sentences have one.
 pub(crate) fn nouns(tree: &Tree, findings: &mut Findings) {
-    let found = tree.with_ending("rs").flat_map(sentences);
     let hint = "two pronouns stand for no noun: name what they stand for";
-    let faults = found.map(|sentence| format!("{sentence} ({hint})"));
-    findings.faults.extend(faults);
+    let mut with_one = 0;
+    for file in tree.with_ending("rs") {
+        let (found, others) = sentences(file);
+        let faults = found.into_iter();
+        let faults = faults.map(|sentence| format!("{sentence} ({hint})"));
+        findings.faults.extend(faults);
+        with_one += others;
+    }
+    if with_one > MOST_WITH_ONE {
+        findings.faults.push(format!(
+            "{with_one} sentences of doc comments have a pronoun that stands for no noun, at most {MOST_WITH_ONE} \
+             are allowed: name what the pronoun of a new sentence stands for"
+        ));
+    }
 }
 
-/// Returns the faults of a file, each with its line.
-fn sentences(file: &super::tree::File) -> Vec<String> {
+/// Returns the faults of a file, each with its line, and the number of sentences that have one such pronoun.
+fn sentences(file: &super::tree::File) -> (Vec<String>, usize) {
     let mut found = Vec::new();
+    let mut with_one = 0;
     let mut paragraph = String::new();
     let mut began = 0;
     for (index, line) in file.text.lines().chain([""]).enumerate() {
@@ -46,12 +63,17 @@ fn sentences(file: &super::tree::File) -> Vec<String> {
             }
             None => {
                 let paragraph = std::mem::take(&mut paragraph);
-                let unclear = split(&paragraph).filter(|sentence| pronouns(sentence) > 1);
-                found.extend(unclear.map(|sentence| format!("{}: {sentence}", file.at(began))));
+                for sentence in split(&paragraph) {
+                    match pronouns(sentence) {
+                        0 => {}
+                        1 => with_one += 1,
+                        _ => found.push(format!("{}: {sentence}", file.at(began))),
+                    }
+                }
             }
         }
     }
-    found
+    (found, with_one)
 }
 
 /// Returns the sentences of a paragraph, and the parts between colons and semicolons.
@@ -68,7 +90,9 @@ fn pronouns(sentence: &str) -> usize {
     (0..tokens.len())
         .filter(|&index| {
             let before = if index == 0 { "" } else { at(index - 1) };
+            let of_several = before == "of" && ["them", "which"].contains(&at(index));
             PRONOUNS.contains(&at(index))
+                && !of_several
                 && BEFORE.contains(&before)
                 && AFTER.contains(&at(index + 1))
         })
@@ -112,7 +136,8 @@ mod tests {
         let text =
             "/// Names of those that\n/// are there, and all that\n/// come. Fine.\nfn f() {}\n";
         let tree = Tree::of(&[("crates/a/src/lib.rs", text)]);
-        let found: Vec<String> = tree.with_ending("rs").flat_map(sentences).collect();
+        let found = tree.with_ending("rs").map(sentences);
+        let found: Vec<String> = found.flat_map(|(found, _)| found).collect();
         assert_eq!(found.len(), 1, "{found:?}");
         assert!(
             found[0].starts_with("crates/a/src/lib.rs:1: Names of those"),

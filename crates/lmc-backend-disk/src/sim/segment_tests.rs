@@ -1,4 +1,4 @@
-//! Segments: how many there are, which is used next, and what is left when they are emptied.
+//! Segments: their number, the choice of the next segment, and the chunks that stay when segments are emptied.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -53,7 +53,7 @@ fn settling(faults: Faults) -> Faults {
     }
 }
 
-/// Returns a network of directories and members of all of them, which have met.
+/// Returns a network of directories and members. Each member has met all directories.
 async fn started(seed: u64, faults: Faults, directories: usize, members: usize) -> Net {
     let net = Net::new(seed, faults);
     for directory in 0..directories {

@@ -129,7 +129,7 @@ pub(super) struct State {
     pub(super) home: Option<Handle>,
 }
 
-/// All daemons and what is between them.
+/// All daemons and the network between the daemons.
 #[derive(Clone)]
 pub(super) struct Net(pub(super) Arc<Mutex<State>>);
 

@@ -1,4 +1,4 @@
-//! The lower tiers: writes to them, and promotion from them.
+//! The lower tiers: writes to lower tiers, and promotion from lower tiers.
 //!
 //! All of this runs on a runtime in the background: a store never waits for a write to a lower tier, and a
 //! lookup gets its promoted chunks later.

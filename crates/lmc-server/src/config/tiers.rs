@@ -40,8 +40,7 @@ impl Kind {
     }
 }
 
-/// Returns the kinds of the tiers in the order in which they are asked, which is the order of their
-/// tables. A kind without a table comes before the first table of a kind that usually follows it.
+/// Returns the kinds of the tiers in the order of their tables. The engine asks the tiers in this order. A kind without a table comes before the first table of a kind that usually follows it.
 pub(super) fn order(tables: &[Kind]) -> Vec<Kind> {
     let mut order = tables.to_vec();
     for kind in Kind::ALL {

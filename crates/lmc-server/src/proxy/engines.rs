@@ -53,7 +53,7 @@ pub(super) struct Engine {
     /// Name or address of the engine's server, as other servers know it.
     peer: Option<String>,
     in_flight: AtomicUsize,
-    /// Requests for which it was chosen and that were not sent to it yet.
+    /// Requests for which the engine was chosen, before they are sent.
     chosen: AtomicUsize,
     requests: AtomicU64,
     failures: AtomicU64,

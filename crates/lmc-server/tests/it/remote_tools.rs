@@ -261,7 +261,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Checks a store that works, which has chunks of others and a clear.
+/// Checks a store that works. The store has chunks of other users, and a clear.
 fn is_checked(rig: &Rig) {
     rig.fill(&space("model", ""), 3);
     rig.clear(3);

@@ -32,7 +32,7 @@ impl Target {
     }
 }
 
-/// The slots of a call, and the right to write to them, which is revoked on drop.
+/// The slots of a call, and the right to write to these slots. The right is revoked on drop.
 #[derive(Debug)]
 pub(super) struct Landing {
     slots: Vec<ReservedSlot>,

@@ -23,8 +23,8 @@ const LENS: [u64; 5] = [1 << 20, 1, 70_000, 4096, 3 << 20];
 const STAMP: u64 = 21;
 /// Tag under which the peer sends back what it receives.
 const TAG: u64 = 5;
-/// Tag under which the peer receives indices, to which it writes until it is refused, and under
-/// which it then sends them back.
+/// Tag under which the peer receives indices. The peer writes to the indices until it is refused, and then
+/// sends them back under the same tag.
 const WRITE_TAG: u64 = 6;
 /// Bytes of what it writes.
 const WRITTEN: u64 = 16 << 20;

@@ -1,4 +1,4 @@
-//! Connections that are open, or that have ended while slots are held for them.
+//! Connections that are open, and ended connections for which slots are still held.
 
 use std::collections::HashMap;
 use std::sync::Arc;

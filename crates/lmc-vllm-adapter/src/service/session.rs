@@ -288,9 +288,9 @@ pub(crate) struct Session {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Digests {
     /// Clears before the request's first lookup. The engine may have begun to compute right after
-    /// them, so the request's chunks are stored after them.
+    /// these clears, so the request's chunks are stored after these clears.
     first: ClearsId,
-    /// Clears before the request's last lookup. The chunks that it found are read after them.
+    /// Clears before the request's last lookup. The chunks that the lookup found are read after these clears.
     last: ClearsId,
 }
 
