@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 
-use lmc_backend::{ChunkRun, DRAM, Host, now};
+use lmc_backend::{BackendError, ChunkRun, DRAM, Host, now};
 use lmc_backend_local::{
     Clear, Inserted, Leases, LocalConfig, LocalTier, MarkId, Origin, OwnerId, TenantId, WriteStart,
 };
@@ -116,11 +116,11 @@ impl Drop for EngineTask {
 }
 
 /// Outcome of [`CacheEngine::close`].
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct CloseReport {
     /// Names of the tiers that could not be closed, each with the reason.
-    pub failed: Vec<(String, String)>,
+    pub failed: Vec<(String, BackendError)>,
     /// Number of chunks that were not written to a tier for lack of time.
     pub late: u64,
     /// Number of chunks that a tier declined.
@@ -132,7 +132,7 @@ pub struct CloseReport {
 impl CloseReport {
     /// Returns true if every tier was closed and every chunk was written.
     pub fn is_complete(&self) -> bool {
-        *self == Self::default()
+        self.failed.is_empty() && self.late + self.declined + self.write_failed == 0
     }
 }
 

@@ -437,7 +437,7 @@ impl LowerTiers {
 
     /// Waits until all writes have ended, then closes the tiers. Returns the names of tiers that could not be
     /// closed, each with the reason, and the number of chunks not written since the engine was made.
-    pub(crate) fn close(&self, deadline: Instant) -> (Vec<(String, String)>, Unwritten) {
+    pub(crate) fn close(&self, deadline: Instant) -> (Vec<(String, BackendError)>, Unwritten) {
         let tiers = Arc::clone(&self.tiers);
         let left = deadline.saturating_duration_since(now());
         // The rest of the time is for the tiers to make the written chunks durable.
@@ -449,18 +449,18 @@ impl LowerTiers {
             for (tier, (closed, left)) in tiers.tiers.iter().zip(closed.await) {
                 late += left;
                 if let Err(error) = closed {
-                    failed.push((tier.backend.name().to_owned(), error.to_string()));
+                    failed.push((tier.backend.name().to_owned(), error));
                 }
             }
             let unwritten = tiers.unwritten();
             (failed, Unwritten { late, ..unwritten })
         });
         closed.unwrap_or_else(|| {
-            let why = "not closed in time".to_owned();
             let tiers = &self.tiers.tiers;
             let late = tiers.iter().map(|tier| tier.queue.left()).sum();
             let unwritten = self.tiers.unwritten();
-            let failed = vec![("tiers".to_owned(), why)];
+            let failed = tiers.iter().map(|tier| tier.backend.name().to_owned());
+            let failed = failed.map(|name| (name, BackendError::Deadline)).collect();
             (failed, Unwritten { late, ..unwritten })
         })
     }

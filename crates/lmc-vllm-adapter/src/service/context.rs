@@ -130,6 +130,7 @@ impl Context {
             hashes,
             chunks: start..end,
             salt,
+            naming: Naming::of(key),
         })
     }
 
@@ -265,6 +266,25 @@ pub(super) struct Hashed {
     /// The range, in chunks.
     pub(super) chunks: Range<usize>,
     pub(super) salt: Salt,
+    pub(super) naming: Naming,
+}
+
+/// The way in which chunks are named. The same tokens have other hashes under each of these.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Naming {
+    /// By the server, which hashes the tokens.
+    Tokens,
+    /// By the engine's own block hashes.
+    EngineHashes,
+}
+
+impl Naming {
+    pub(super) fn of(key: &CacheKey) -> Self {
+        match key.chunk_hashes.is_empty() {
+            true => Self::Tokens,
+            false => Self::EngineHashes,
+        }
+    }
 }
 
 impl Hashed {

@@ -8,7 +8,7 @@ use lmc_engine::{DRAM, Found, Miss, MissReason, Missing, TierRun};
 use lmc_key::ChunkKey;
 
 use crate::protocol::{CacheKey, TraceParent};
-use crate::service::context::{Context, Hashed};
+use crate::service::context::{Context, Hashed, Naming};
 use crate::service::request_log::RequestLog;
 use crate::service::spans::SpanStep;
 use crate::service::stats::{ServiceCounters, add};
@@ -86,6 +86,7 @@ pub(super) struct LookupRange {
     first: usize,
     /// Chunks of the range.
     chunks: usize,
+    naming: Naming,
     /// Chunks of the range that are looked up: fewer if the range exceeds the limit of a lookup.
     looked_up: usize,
     /// Tokens after the last whole chunk, which the stock connector cannot store.
@@ -142,6 +143,7 @@ impl LookupRange {
         Some(Self {
             first: hashed.chunks.start,
             chunks,
+            naming: hashed.naming,
             looked_up: chunks,
             tail,
             is_registered: true,
@@ -299,10 +301,18 @@ impl Context {
         if let Some(why) = self.other_space(missing) {
             return why;
         }
-        // A chunk of another chunk size, hash or identity has a name that no present prompt has.
-        match asked.first + found.hits == 0 && self.engine.has_unreachable() {
-            true => MissDetail::new(Reason::OtherSettings, false),
-            false => miss.into(),
+        // A chunk of another chunk size, hash, identity or naming has a name that no present prompt has.
+        let is_first = asked.first + found.hits == 0;
+        let other_naming = || (self.spaces).has_other_naming(missing.rank.space, asked.naming);
+        if is_first && self.engine.has_unreachable() {
+            MissDetail::new(Reason::OtherSettings, false)
+        } else if is_first && other_naming() {
+            MissDetail {
+                differs: vec!["hash_mode"],
+                ..MissDetail::new(Reason::OtherSettings, false)
+            }
+        } else {
+            miss.into()
         }
     }
 
@@ -366,6 +376,7 @@ mod tests {
         let asked = LookupRange {
             first: 0,
             chunks: 1,
+            naming: Naming::Tokens,
             looked_up: 1,
             tail: 0,
             is_registered: true,

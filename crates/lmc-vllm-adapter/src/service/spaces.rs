@@ -3,12 +3,13 @@
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 
 use lmc_engine::{CacheEngine, Change, ChunkEvent, DRAM, EventSink, FingerprintTable, TenantId};
 use lmc_key::{ChunkHash, KeySpace, LayoutFingerprint, Salt, SpaceId};
 use parking_lot::RwLock;
 
+use crate::service::context::Naming;
 use crate::service::events::EventLog;
 use crate::service::stats::add;
 use crate::service::usage::{HeldBytes, Usage, UsageStatus, Usages};
@@ -44,6 +45,8 @@ struct Space {
     merged: Option<(SpaceId, u16)>,
     /// The generation that the space belongs to, see `generation`.
     generation: Option<LayoutFingerprint>,
+    /// The way in which the last stored chunks are named.
+    naming: AtomicU8,
     /// Counters of the space's model and tenant, and the bytes of one of its chunks.
     usage: Option<(Arc<Usage>, u64)>,
     chunks: AtomicU64,
@@ -101,6 +104,7 @@ impl Table {
                 requested: false,
                 merged: None,
                 generation: None,
+                naming: AtomicU8::new(Naming::Tokens as u8),
                 usage: None,
                 chunks: AtomicU64::new(0),
             }
@@ -124,6 +128,8 @@ pub(crate) struct Spaces {
     last_spaces: FingerprintTable,
     /// Hasher of salts.
     hasher: RandomState,
+    /// True once chunks were stored under hashes of an engine.
+    has_engine_hashes: AtomicBool,
 }
 
 /// Another space of a tenant that has, or had, a chunk of the same tokens.
@@ -157,6 +163,7 @@ impl Spaces {
             chunk_size,
             last_spaces: FingerprintTable::new(pool_bytes),
             hasher: RandomState::new(),
+            has_engine_hashes: AtomicBool::new(false),
         }
     }
 
@@ -298,6 +305,35 @@ impl Spaces {
             is_generation: are_generations && differs == ["layout"],
             differs,
         })
+    }
+
+    /// Remembers how the chunks that are stored in a named space are named.
+    pub(crate) fn set_naming(&self, space: SpaceId, naming: Naming) {
+        if naming == Naming::EngineHashes {
+            self.has_engine_hashes.store(true, Ordering::Relaxed);
+        }
+        if let Some(space) = self.table.read().spaces.get(&space) {
+            space.naming.store(naming as u8, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns true if a space has no chunks in DRAM, and a space of the same model and tenant has chunks
+    /// that are named in another way: an engine's chunks cannot be found under the other naming.
+    pub(crate) fn has_other_naming(&self, space: SpaceId, naming: Naming) -> bool {
+        if !self.has_engine_hashes.load(Ordering::Relaxed) {
+            return false;
+        }
+        let table = self.table.read();
+        let Some(asked) = table.spaces.get(&space).filter(|asked| asked.chunks() == 0) else {
+            return false;
+        };
+        let is_other = |other: &Space| {
+            other.salt_hash == asked.salt_hash
+                && other.model == asked.model
+                && other.naming.load(Ordering::Relaxed) != naming as u8
+                && other.chunks() > 0
+        };
+        table.spaces.values().any(is_other)
     }
 
     /// Remembers that a named space belongs to a generation.
@@ -467,6 +503,36 @@ mod tests {
             change: Change::Stored,
         });
         spaces
+    }
+
+    #[test]
+    fn chunks_under_another_naming_are_known_until_the_space_has_some_of_its_own() {
+        let stock = space("m", WHOLE, b"layout");
+        let own = KeySpace {
+            identity: "{}".parse().expect("a text"),
+            ..stock.clone()
+        };
+        let others = [
+            space("other", WHOLE, b"layout"),
+            KeySpace {
+                salt: "tenant".parse().expect("a salt"),
+                ..stock.clone()
+            },
+        ];
+        let spaces = stored(&[&own, &others[0], &others[1], &stock]);
+        spaces.set_naming(stock.id(), Naming::Tokens);
+        let misses = |naming| {
+            [&own, &others[0], &others[1], &stock]
+                .map(|it| spaces.has_other_naming(it.id(), naming))
+        };
+        assert_eq!(
+            misses(Naming::EngineHashes),
+            [false; 4],
+            "no engine sends hashes"
+        );
+        spaces.set_naming(own.id(), Naming::EngineHashes);
+        assert_eq!(misses(Naming::EngineHashes), [true, false, false, false]);
+        assert_eq!(misses(Naming::Tokens), [false; 4]);
     }
 
     #[test]

@@ -211,6 +211,7 @@ impl Transfers {
         let counters = &context.stats.service;
         let tenant = context.spaces.tenant(&hashed.salt, &context.engine);
         context.spaces.name(worker.space, worker.model.as_str());
+        context.spaces.set_naming(worker.space, hashed.naming);
         if worker.is_opaque {
             context.spaces.set_generation(worker.space, worker.layout);
         }

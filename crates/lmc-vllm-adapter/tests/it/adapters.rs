@@ -54,6 +54,32 @@ fn what_one_engine_stores_another_loads_byte_for_byte() {
     server.assert_idle();
 }
 
+/// Chunks that engines with another hash mode have stored were misses like any others.
+#[test]
+fn an_engine_that_names_chunks_in_another_way_than_the_others_is_told() {
+    let server = Server::start();
+    let missed = || {
+        let counts = server.status().counts;
+        let chunk = CHUNK as u64;
+        (
+            counts.missed_other_settings / chunk,
+            counts.missed_never_stored / chunk,
+        )
+    };
+    let mut by_tokens = Engine::start(&server, "tokens", false);
+    by_tokens.store("a", 1, &tokens(1, 4), 0..4, 0);
+    let mut by_hash = Engine::start(&server, "hashes", true);
+    assert_eq!(by_hash.lookup("b", &hashes(1, 4)), 0);
+    assert_eq!(missed(), (0, 4), "the chunks have no other naming yet");
+    by_hash.store("b", 1, &hashes(1, 4), 0..4, 0);
+    by_tokens.lookup("c", &tokens(9, 4));
+    assert_eq!(missed(), (0, 8), "its own naming has chunks");
+    server.service.engine().clear_dram(InUse::Remove);
+    by_tokens.store("d", 2, &tokens(2, 4), 0..4, 0);
+    assert_eq!(by_hash.lookup("e", &hashes(3, 4)), 0);
+    assert_eq!(missed(), (4, 8));
+}
+
 /// A step of a prefill engine waits for that before it answers.
 #[test]
 fn a_store_is_known_to_the_server_once_its_slots_are_reserved() {
