@@ -1,5 +1,6 @@
 //! `CacheEngine`: one object over all tiers.
 
+pub(crate) mod context;
 mod drain;
 pub(crate) mod host;
 pub(crate) mod lookup;
@@ -24,8 +25,9 @@ use parking_lot::{Condvar, Mutex};
 use tokio::task::AbortHandle;
 
 use crate::clears::{ClearError, ClearLog};
-use crate::config::{EngineConfig, EngineContext, EngineError};
+use crate::config::{EngineConfig, EngineError};
 use crate::demand::{Demand, DemandCurve};
+use crate::engine::context::EngineContext;
 use crate::engine::host::EngineHost;
 use crate::events::{Lives, Relay};
 use crate::ghosts::Ghosts;

@@ -40,10 +40,11 @@ pub use clears::{ClearError, ClearLog, StateFileError};
 
 mod config;
 mod demand;
-pub use config::{EngineConfig, EngineContext, EngineError};
+pub use config::{EngineConfig, EngineError};
 
 mod engine;
 pub use demand::DemandCurve;
+pub use engine::context::EngineContext;
 pub use engine::host::{EngineHost, SpaceBook};
 pub use engine::lookup::Lookup;
 pub use engine::{CacheEngine, Cleared, CloseReport, EngineTask, InUse, Removed};

@@ -15,6 +15,8 @@ pub use descriptor::{
 };
 pub use msgpack::ValueError;
 #[cfg(any(feature = "adapters", feature = "service"))]
+#[cfg(feature = "service")]
+pub(crate) use operation::Naming;
 pub(crate) use operation::{
     ABANDON_EARLIER, ENGINE_KEYS, NOTICES, POOL_DESCRIPTOR, TAIL_LOOKUP, UNITS, WAIT_LOOKUP,
 };

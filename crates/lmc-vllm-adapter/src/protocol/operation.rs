@@ -204,6 +204,27 @@ pub struct CacheKey {
     pub configs: RequestConfigs,
 }
 
+/// The way in which chunks are named. The same tokens have other hashes under each of these.
+#[cfg(feature = "service")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Naming {
+    /// By the server, which hashes the tokens.
+    Tokens,
+    /// By the engine's own block hashes.
+    EngineHashes,
+}
+
+#[cfg(feature = "service")]
+impl CacheKey {
+    /// Returns the way in which the key names its chunks.
+    pub(crate) fn naming(&self) -> Naming {
+        match self.chunk_hashes.is_empty() {
+            true => Naming::Tokens,
+            false => Naming::EngineHashes,
+        }
+    }
+}
+
 /// The BLAKE3 digest of an engine's identity record, which stands for the record in each key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct IdentityDigest(pub(crate) [u8; 32]);

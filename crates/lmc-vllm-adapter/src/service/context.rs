@@ -10,13 +10,13 @@ use lmc_engine::{CacheEngine, Host};
 use lmc_key::{ChunkHash, ChunkKey, HashMemo, Printable, Salt, SpaceId};
 use parking_lot::Mutex;
 
-use crate::protocol::{CacheKey, Reply, TAIL_LOOKUP, TraceParent};
+use crate::protocol::{CacheKey, Naming, Reply, TAIL_LOOKUP, TraceParent};
 use crate::service::config::ServiceConfig;
 use crate::service::events::EventLog;
-use crate::service::misses::shown;
 use crate::service::notices::Notices;
 use crate::service::pulse::Pulse;
 use crate::service::request_log::{AtomicRequestLog, RequestLog};
+use crate::service::shown::shown;
 use crate::service::spaces::Spaces;
 use crate::service::spans::{Copied, Span, SpanStep, Spans};
 use crate::service::stats::{ServiceCounters, Stats, add};
@@ -130,7 +130,7 @@ impl Context {
             hashes,
             chunks: start..end,
             salt,
-            naming: Naming::of(key),
+            naming: key.naming(),
         })
     }
 
@@ -267,24 +267,6 @@ pub(super) struct Hashed {
     pub(super) chunks: Range<usize>,
     pub(super) salt: Salt,
     pub(super) naming: Naming,
-}
-
-/// The way in which chunks are named. The same tokens have other hashes under each of these.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Naming {
-    /// By the server, which hashes the tokens.
-    Tokens,
-    /// By the engine's own block hashes.
-    EngineHashes,
-}
-
-impl Naming {
-    pub(super) fn of(key: &CacheKey) -> Self {
-        match key.chunk_hashes.is_empty() {
-            true => Self::Tokens,
-            false => Self::EngineHashes,
-        }
-    }
 }
 
 impl Hashed {

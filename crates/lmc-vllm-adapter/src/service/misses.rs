@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use lmc_engine::{DRAM, Found, Miss, MissReason, Missing, TierRun};
 use lmc_key::ChunkKey;
 
-use crate::protocol::{CacheKey, TraceParent};
-use crate::service::context::{Context, Hashed, Naming};
+use crate::protocol::{CacheKey, Naming, TraceParent};
+use crate::service::context::{Context, Hashed};
 use crate::service::request_log::RequestLog;
+use crate::service::shown::shown;
 use crate::service::spans::SpanStep;
 use crate::service::stats::{ServiceCounters, add};
 use crate::service::throttle::Throttle;
@@ -17,8 +18,6 @@ use crate::service::usage::Usage;
 
 /// Time after which a lookup is slow.
 const SLOW: Duration = Duration::from_millis(100);
-/// Most characters of a name from outside in a log line.
-const SHOWN: usize = 128;
 
 /// Reason of a miss, as counters and the log name it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -359,12 +358,6 @@ fn tail_end(key: &CacheKey, chunk: u64) -> u64 {
     if is_whole_prompt { tokens } else { key.end }
 }
 
-/// Returns the start of a name from outside.
-pub(super) fn shown(name: &str) -> &str {
-    let end = name.char_indices().nth(SHOWN);
-    &name[..end.map_or(name.len(), |(at, _)| at)]
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::Ordering;
@@ -419,13 +412,6 @@ mod tests {
         };
         assert!(!is_slow(wait));
         assert!(is_slow(wait + SLOW));
-    }
-
-    #[test]
-    fn a_long_name_is_shown_in_part() {
-        assert_eq!(shown("request"), "request");
-        let long = "é".repeat(200);
-        assert_eq!(shown(&long).chars().count(), SHOWN);
     }
 
     #[test]

@@ -27,6 +27,7 @@ mod registry;
 mod request_log;
 mod session;
 mod share;
+mod shown;
 mod spaces;
 mod spans;
 mod stats;

@@ -9,7 +9,7 @@ use lmc_engine::{CacheEngine, Change, ChunkEvent, DRAM, EventSink, FingerprintTa
 use lmc_key::{ChunkHash, KeySpace, LayoutFingerprint, Salt, SpaceId};
 use parking_lot::RwLock;
 
-use crate::service::context::Naming;
+use crate::protocol::Naming;
 use crate::service::events::EventLog;
 use crate::service::stats::add;
 use crate::service::usage::{HeldBytes, Usage, UsageStatus, Usages};
