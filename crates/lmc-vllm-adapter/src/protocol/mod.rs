@@ -14,9 +14,9 @@ pub use descriptor::{
     CpuShm, Cuda, DescriptorError, GpuEvent, IpcHandle, KvDescriptor, SharedBy, TensorMeta,
 };
 pub use msgpack::ValueError;
-#[cfg(any(feature = "adapters", feature = "service"))]
 #[cfg(feature = "service")]
 pub(crate) use operation::Naming;
+#[cfg(any(feature = "adapters", feature = "service"))]
 pub(crate) use operation::{
     ABANDON_EARLIER, ENGINE_KEYS, NOTICES, POOL_DESCRIPTOR, TAIL_LOOKUP, UNITS, WAIT_LOOKUP,
 };
