@@ -308,7 +308,7 @@ fn a_server_that_is_killed_or_stopped_costs_hits_and_is_taken_back() {
     server.start_again();
     until("the tier is back", || rig.is_back());
     assert_eq!(rig.hits(0..20), 0, "it forgot them");
-    rig.write(0..20);
+    rig.write_after_loss(0..20);
     assert_eq!(rig.hits(0..20), 20);
     // In the midst of transfers, and for longer than any deadline.
     server.process.signal(libc::SIGSTOP);

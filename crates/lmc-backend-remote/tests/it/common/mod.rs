@@ -166,6 +166,22 @@ impl<S: Store> Rig<S> {
         }
     }
 
+    /// Stores chunks again in a store that has lost everything. Until the tier gives a new generation to the
+    /// store, it stores chunks under the earlier one, and then finds these no more.
+    pub(crate) fn write_after_loss(&self, numbers: Range<u64>) {
+        until("the chunks are in the new generation", || {
+            self.store(numbers.clone());
+            let clears = self.runtime.block_on(read_clears(&*self.store, soon()));
+            let Ok(Ok(Some(clears))) = clears else {
+                return false;
+            };
+            let keys = numbers.clone().map(test_key);
+            let names: Vec<_> = keys.map(|key| clears.folder().value(key)).collect();
+            let heads = self.runtime.block_on(self.store.heads(&names, soon()));
+            heads.iter().all(|head| matches!(head, Ok(Some(_))))
+        });
+    }
+
     /// Loads chunks into slots that are longer than they by some bytes.
     pub(crate) fn load(
         &self,
