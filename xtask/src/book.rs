@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::outcomes::Outcomes;
 use crate::scripts::{self, NotToBeHad};
-use crate::tidy::{File, Tree, link_targets, normal};
+use crate::tidy::{File, GUIDE, Tree, link_targets, normal};
 use crate::{root, shown, target};
 
 /// Time for mdBook to write the site.
@@ -18,19 +18,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 
 /// The parts of the site with the first pages of each. The other pages of a folder follow by name.
 const PARTS: [(&str, &[&str], &str); 5] = [
-    (
-        "Guide",
-        &[
-            "docs/quickstart.md",
-            "docs/vllm.md",
-            "docs/size.md",
-            "docs/deploy.md",
-            "docs/operate.md",
-            "docs/from-lmcache.md",
-            "docs/troubleshoot.md",
-        ],
-        "",
-    ),
+    ("Guide", GUIDE, ""),
     (
         "Running lmc",
         &[

@@ -49,7 +49,7 @@ fn broken(tree: &Tree, from: &File, target: &str) -> Option<String> {
 }
 
 /// Lines outside fenced code, with their indices.
-fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
+pub(super) fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut fenced = false;
     text.lines().enumerate().filter(move |(_, line)| {
         let fence = line.trim_start().starts_with("```");
