@@ -215,10 +215,12 @@ fn collect(folder: &Path, pages: &mut HashMap<PathBuf, String>) -> Result<()> {
     Ok(())
 }
 
-/// Returns the values of `href` and `src` in a page.
+/// Returns the values of `href`, `src` and `srcset` in a page.
 fn attributes(text: &str) -> impl Iterator<Item = &str> {
     let after = |name| text.split(name).skip(1);
-    let values = after(" href=\"").chain(after(" src=\""));
+    let values = after(" href=\"")
+        .chain(after(" src=\""))
+        .chain(after(" srcset=\""));
     values.filter_map(|rest| rest.split('"').next())
 }
 
