@@ -29,6 +29,9 @@ FOLDER = os.path.join(ROOT, "packaging", "kubernetes")
 CHART = os.path.join(FOLDER, "chart")
 VERSIONS = ("1.30", "1.33", "1.36")
 DEADLINE = 60
+AFFINITY = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [
+    {"matchExpressions": [{"key": "gpu", "operator": "Exists"}]}]}}}
+MONITORING = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
 # Kinds of the objects, by the path of their API.
 KINDS = {"/api/v1": {"services": "Service", "secrets": "Secret"},
          "/apis/apps/v1": {"daemonsets": "DaemonSet"},
@@ -155,9 +158,14 @@ def chart(lmc):
           sorted(found) == ["DaemonSet", "NetworkPolicy", "Service"], str(sorted(found)))
     for kind, it in found.items():
         valid(f"the chart's {kind}", it)
-    daemon(lmc, found, 5555, 8080)
+    container = daemon(lmc, found, 5555, 8080)
+    check("the limit of memory of a small pool is half a GiB and a 64th above it",
+          container["resources"]["limits"]["memory"] == "8832Mi")
+    ends(lmc, found, grace=90, drain=60, http=8080)
     full = installed("cache", {
         "poolGib": 100, "port": 6555, "httpPort": 9090, "networkPolicy": False,
+        "runAsUser": 1000, "resources": {"cpu": "4"}, "affinity": AFFINITY,
+        "drainSeconds": 120, "terminationGracePeriodSeconds": 45,
         "disk": {"path": "/data/lmc", "size": "2TiB"}, "args": ["--chunk-size=512"],
         "nodeSelector": {"gpu": "h100"}, "tolerations": [{"operator": "Exists"}],
         "priorityClassName": "system-node-critical", "imagePullSecrets": [{"name": "registry"}],
@@ -171,16 +179,56 @@ def chart(lmc):
                                           "--chunk-size=512", "--l1-size-gb=100GiB"}
           <= set(container["args"]), str(container["args"]))
     check("the image is the one of the values", container["image"] == "registry.example/lmc:1")
-    memory = container["resources"]["limits"]["memory"]
-    check("the limit of memory is 2 GiB and a 64th above the pool", memory == "103Gi", memory)
+    resources = container["resources"]
+    check("the limit of memory is 512 MiB and a 64th above the pool, and is reserved", resources == {
+        "limits": {"memory": "104512Mi"}, "requests": {"memory": "104512Mi", "cpu": "4"}}, str(resources))
+    ends(lmc, full, grace=165, drain=120, http=9090)
+    pod = full["DaemonSet"]["spec"]["template"]["spec"]
+    check("the server runs as the user of the values, on the nodes of the values",
+          [pod["securityContext"][name] for name in ("runAsUser", "runAsGroup", "fsGroup")] == [1000] * 3
+          and pod["affinity"] == AFFINITY and pod["nodeSelector"] == {"gpu": "h100"}, str(pod))
+    tls = ["--http-tls-cert=/tls/tls.crt", "--http-tls-key=/tls/tls.key"]
+    secure = installed("secure", {
+        "httpScheme": "HTTPS", "drainSeconds": 20, "args": tls, "scrapeFrom": [MONITORING],
+        "volumes": [{"name": "tls", "secret": {"secretName": "lmc-tls"}}],
+        "volumeMounts": [{"name": "tls", "mountPath": "/tls", "readOnly": True}]})
+    for kind, it in secure.items():
+        valid(f"with HTTPS, the chart's {kind}", it)
+    container = daemon(lmc, secure, 5555, 8080, scheme="HTTPS")
+    # The command of a drain would need a certificate to trust.
+    ends(lmc, secure, grace=50, drain=None, http=8080)
+    mounts = {it["name"] for it in container["volumeMounts"]}
+    volumes = {it["name"] for it in secure["DaemonSet"]["spec"]["template"]["spec"]["volumes"]}
+    check("the files of the certificate are mounted",
+          mounts == volumes and "tls" in mounts and set(tls) <= set(container["args"]), str(mounts))
+    ingress = secure["NetworkPolicy"]["spec"]["ingress"]
+    check("the pods of scrapeFrom reach HTTP only",
+          {"from": [MONITORING], "ports": [{"port": "http"}]} in ingress, str(ingress))
+    ends(lmc, installed("abrupt", {"drainSeconds": 0}), grace=30, drain=None, http=8080)
 
 
-def daemon(lmc, found, port, http):
+def ends(lmc, found, grace, drain, http):
+    """How a pod of a release ends: in `grace` seconds, after a drain of at most `drain` seconds."""
+    pod = found["DaemonSet"]["spec"]["template"]["spec"]
+    seconds = pod["terminationGracePeriodSeconds"]
+    check(f"a pod has {grace} s to end", seconds == grace, str(seconds))
+    lifecycle = pod["containers"][0].get("lifecycle")
+    if drain is None:
+        check("the pod is not drained before it ends", lifecycle is None, str(lifecycle))
+        return
+    command = lifecycle["preStop"]["exec"]["command"]
+    check(f"the pod is drained for {drain} s before it ends", command == [
+        "/usr/bin/lmc", "drain", f"--timeout={drain}s", f"--url=http://127.0.0.1:{http}"], str(command))
+    done = subprocess.run([lmc, *command[1:], "--help"], capture_output=True, text=True, timeout=DEADLINE)
+    check("lmc drain takes these flags", done.returncode == 0, done.stderr)
+
+
+def daemon(lmc, found, port, http, scheme="HTTP"):
     """The server of a release. Returns its container."""
     pod = found["DaemonSet"]["spec"]["template"]["spec"]
     [container] = pod["containers"]
-    # The paths of drives are those of a node.
-    flags = [flag for flag in container["args"] if not flag.startswith("--disk")]
+    # The paths of drives and certificates are those of a node.
+    flags = [flag for flag in container["args"] if not flag.startswith(("--disk", "--http-tls"))]
     done = subprocess.run([lmc, *flags, "--print-config"], capture_output=True, text=True,
                           timeout=DEADLINE, env={"PATH": os.environ["PATH"]})
     check("lmc serve takes the flags of the container", done.returncode == 0, done.stderr)
@@ -188,6 +236,11 @@ def daemon(lmc, found, port, http):
              for kind in ("startup", "readiness", "liveness")}
     check("probes ask /readyz and /livez", paths == {
         "startup": "/readyz", "readiness": "/readyz", "liveness": "/livez"}, str(paths))
+    schemes = {container[f"{kind}Probe"]["httpGet"]["scheme"]
+               for kind in ("startup", "readiness", "liveness")}
+    scraped = found["DaemonSet"]["spec"]["template"]["metadata"]["annotations"]["prometheus.io/scheme"]
+    check(f"probes and Prometheus use {scheme}", schemes == {scheme} and scraped == scheme.lower(),
+          str(schemes))
     ports = {it["name"]: it["containerPort"] for it in container["ports"]}
     check("the ports are those of the values", ports == {"engines": port, "http": http}, str(ports))
     served = {it["targetPort"]: it["port"] for it in found["Service"]["spec"]["ports"]}

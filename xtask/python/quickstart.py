@@ -1,6 +1,7 @@
 """Scenario: the quickstart, with the commands of its page, in a network of its own."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import re
@@ -15,8 +16,9 @@ from harness import HERE, START_DEADLINE, Child, eventually
 from own_models import make
 
 PAGE = os.path.join(HERE, "..", "..", "docs", "quickstart.md")
-# The page is for engines on GPUs.
+# What the page adds for engines on CPUs.
 ON_CPU = "--dtype float32 --enforce-eager --max-model-len 4096"
+CPU_SPACE_GIB = 1
 
 
 def quickstart(run):
@@ -38,14 +40,20 @@ class Newcomer:
         with open(PAGE) as page:
             text = page.read()
         self.blocks = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-        check("quickstart: the page has the flags for a CPU", ON_CPU in text)
+        check("quickstart: the page has the settings for a CPU",
+              ON_CPU in text and f"VLLM_CPU_KVCACHE_SPACE={CPU_SPACE_GIB}\n" in text)
+        for package in ("vllm", "lmcache"):
+            version = importlib.metadata.version("vllm-cpu" if package == "vllm" else package)
+            check(f"quickstart: the page installs the version of {package} that is tested here",
+                  f"{package}=={version}" in self.block("cargo build"), version)
         self.model, self.stack = model, stack
         self.folder = stack.enter_context(tempfile.TemporaryDirectory())
         os.symlink(os.path.abspath(run.args.server_bin), os.path.join(self.folder, "lmc"))
         self.data = os.path.join(self.folder, "data")
         path = [self.folder, os.path.dirname(sys.executable), os.environ["PATH"]]
-        self.env = dict(os.environ, PATH=":".join(path), HOME=self.folder, VLLM_CPU_KVCACHE_SPACE="1",
-                        OMP_NUM_THREADS="1", MODEL=model, VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
+        self.env = dict(os.environ, PATH=":".join(path), HOME=self.folder,
+                        VLLM_CPU_KVCACHE_SPACE=str(CPU_SPACE_GIB), OMP_NUM_THREADS="1", MODEL=model,
+                        VLLM_CPU_OMP_THREADS_BIND="nobind", HF_HUB_OFFLINE="1")
         self.network = self.child("network", ["unshare", "--net", "sh", "-c",
                                               "ip link set lo up && echo up && exec sleep 3600"])
         eventually(lambda: self.network.said("up"))

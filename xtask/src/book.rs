@@ -10,7 +10,7 @@ use anyhow::{Context, Result, ensure};
 
 use crate::outcomes::Outcomes;
 use crate::scripts::{self, NotToBeHad};
-use crate::tidy::{File, Tree, link_targets, normal};
+use crate::tidy::{File, GUIDE, Tree, link_targets, normal};
 use crate::{root, shown, target};
 
 /// Time for mdBook to write the site.
@@ -18,19 +18,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 
 /// The parts of the site with the first pages of each. The other pages of a folder follow by name.
 const PARTS: [(&str, &[&str], &str); 5] = [
-    (
-        "Guide",
-        &[
-            "docs/quickstart.md",
-            "docs/vllm.md",
-            "docs/size.md",
-            "docs/deploy.md",
-            "docs/operate.md",
-            "docs/from-lmcache.md",
-            "docs/troubleshoot.md",
-        ],
-        "",
-    ),
+    ("Guide", GUIDE, ""),
     (
         "Running lmc",
         &[
@@ -227,10 +215,12 @@ fn collect(folder: &Path, pages: &mut HashMap<PathBuf, String>) -> Result<()> {
     Ok(())
 }
 
-/// Returns the values of `href` and `src` in a page.
+/// Returns the values of `href`, `src` and `srcset` in a page.
 fn attributes(text: &str) -> impl Iterator<Item = &str> {
     let after = |name| text.split(name).skip(1);
-    let values = after(" href=\"").chain(after(" src=\""));
+    let values = after(" href=\"")
+        .chain(after(" src=\""))
+        .chain(after(" srcset=\""));
     values.filter_map(|rest| rest.split('"').next())
 }
 

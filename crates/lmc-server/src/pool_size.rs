@@ -3,8 +3,12 @@
 use std::fs;
 use std::path::Path;
 
-/// Memory that this process needs in addition to its pool: code, stacks, index, hash memo.
+/// Memory that this process needs at least in addition to its pool and the pool's page tables: code,
+/// stacks, index, hash memo.
 const HEADROOM: u64 = 32 << 20;
+
+/// Bytes of a pool without huge pages for each byte of its page tables: 8 bytes for a page of 4 KiB.
+const POOL_PER_PAGE_TABLE: u64 = 512;
 
 /// Smallest size that `auto` chooses if that much fits.
 const FLOOR: u64 = 64 << 20;
@@ -58,6 +62,13 @@ impl FreeMemory {
             && self.shm.is_none_or(|free| bytes <= free)
     }
 
+    /// Returns the largest pool that this process and the pool's page tables leave space for, in bytes.
+    /// docs/size.md has the limit that operators set, which is larger.
+    fn largest(left: u64) -> u64 {
+        let left = left.saturating_sub(HEADROOM);
+        left - left / (POOL_PER_PAGE_TABLE + 1)
+    }
+
     /// Checks that a pool of `bytes` does not get this process killed by its cgroup.
     ///
     /// # Errors
@@ -66,7 +77,8 @@ impl FreeMemory {
         let Some(CgroupLimit { limit, left }) = self.cgroup else {
             return Ok(());
         };
-        if bytes.saturating_add(HEADROOM) <= left {
+        let largest = Self::largest(left);
+        if bytes <= largest {
             return Ok(());
         }
         let human = crate::config::human_bytes;
@@ -78,8 +90,8 @@ impl FreeMemory {
             human(bytes),
             human(left),
             human(limit),
-            human(HEADROOM),
-            left.saturating_sub(HEADROOM) >> 20
+            human(HEADROOM.saturating_add(bytes / POOL_PER_PAGE_TABLE)),
+            largest >> 20
         ))
     }
 }
@@ -169,7 +181,7 @@ pub fn choose_pool_size(free: FreeMemory) -> (u64, String) {
     let quarter = free.bound() / 4;
     // Leave /dev/shm some space for the engines' own segments.
     let shm = free.shm.map_or(u64::MAX, |free| free / 10 * 9);
-    let fits = shm.min(free.bound().saturating_sub(HEADROOM));
+    let fits = shm.min(FreeMemory::largest(free.bound()));
     // Whole huge pages, so that rounding up to them cannot exceed what fits.
     let bytes = (quarter.max(FLOOR).min(fits) >> 21 << 21).max(2 << 20);
     let of = match (free.cgroup, free.shm) {
@@ -220,7 +232,7 @@ mod tests {
         check(16 * gib, None, Some(gib), (gib / 10 * 9) >> 21 << 21, "shm");
         // A container's default /dev/shm, a page of it taken.
         check(16 * gib, None, Some(64 * mib - 4096), 56 * mib, "/dev/shm");
-        check(16 * gib, Some(80 * mib), None, 48 * mib, "cgroup");
+        check(16 * gib, Some(80 * mib), None, 46 * mib, "cgroup");
         check(16 * gib, Some(200 * mib), None, 64 * mib, "cgroup");
         check(mib, None, None, 2 * mib, "quarter");
     }
@@ -233,8 +245,16 @@ mod tests {
             shm: None,
         };
         assert!(free.check_cgroup(1 << 30).is_err());
-        assert!(free.check_cgroup(500 << 20).is_err());
-        assert_eq!(free.check_cgroup(468 << 20), Ok(()));
+        // Of the 468 MiB beside the process, page tables take less than 1 MiB.
+        assert!(free.check_cgroup(468 << 20).is_err());
+        assert_eq!(free.check_cgroup(467 << 20), Ok(()));
+        // The page tables of a large pool take more than the process.
+        let large = FreeMemory {
+            cgroup: cgroup(1 << 40),
+            ..free
+        };
+        assert!(large.check_cgroup((1 << 40) - (1 << 30)).is_err());
+        assert_eq!(large.check_cgroup((1 << 40) - (3 << 30)), Ok(()));
         let free = FreeMemory {
             cgroup: None,
             ..free

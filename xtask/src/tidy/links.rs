@@ -49,7 +49,7 @@ fn broken(tree: &Tree, from: &File, target: &str) -> Option<String> {
 }
 
 /// Lines outside fenced code, with their indices.
-fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
+pub(super) fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut fenced = false;
     text.lines().enumerate().filter(move |(_, line)| {
         let fence = line.trim_start().starts_with("```");
@@ -58,15 +58,18 @@ fn prose(text: &str) -> impl Iterator<Item = (usize, &str)> {
     })
 }
 
-/// Targets of inline links, code left out.
+/// Beginnings and ends of targets: of links, and of pictures in HTML.
+const TARGETS: [(&str, char); 3] = [("](", ')'), (" src=\"", '"'), (" srcset=\"", '"')];
+
+/// Targets of inline links and of pictures, code left out.
 pub(crate) fn link_targets(text: &str) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     for (index, line) in prose(text) {
         let plain: String = line.split('`').step_by(2).collect();
-        for part in plain.split("](").skip(1) {
-            if let Some((target, _)) = part.split_once(')') {
-                found.push((index, target.to_owned()));
-            }
+        for (begin, end) in TARGETS {
+            let targets = plain.split(begin).skip(1);
+            let targets = targets.filter_map(|rest| Some(rest.split_once(end)?.0));
+            found.extend(targets.map(|target| (index, target.to_owned())));
         }
     }
     found
@@ -116,8 +119,13 @@ mod tests {
 
     #[test]
     fn links_and_anchors_are_read_as_renderers_read_them() {
-        let text = "# A title, here\n[x](a.md#b) `[no](c.md)`\n```\n[no](d.md)\n# no\n```\n# A title, here\n";
-        assert_eq!(link_targets(text), [(1, "a.md#b".to_owned())]);
+        let text = "# A title, here\n[x](a.md#b) `[no](c.md)`\n```\n[no](d.md)\n# no\n```\n# A title, here\n\
+            <source srcset=\"e.png\"> <img src=\"f.png\">\n";
+        let targets = [(1, "a.md#b"), (7, "f.png"), (7, "e.png")];
+        assert_eq!(
+            link_targets(text),
+            targets.map(|(at, to)| (at, to.to_owned()))
+        );
         assert_eq!(anchors(text), ["a-title-here", "a-title-here-1"]);
     }
 

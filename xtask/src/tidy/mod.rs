@@ -5,6 +5,7 @@ mod crates;
 mod invariants;
 mod lines;
 mod links;
+mod pages;
 mod sentences;
 mod source;
 mod tree;
@@ -13,13 +14,14 @@ mod walk;
 mod words;
 
 pub(crate) use links::link_targets;
+pub(crate) use pages::GUIDE;
 pub(crate) use tree::{File, Tree, normal};
 
 use std::path::PathBuf;
 
 use anyhow::Result;
 
-/// Check layering, file sizes, links, invariants, unsafe code
+/// Check layering, file sizes, lengths of pages, links, invariants, unsafe code
 #[derive(Debug, clap::Args)]
 pub(crate) struct TidyArgs {
     /// Print the lines of Rust in each crate instead, product code and tests
@@ -85,6 +87,10 @@ const RULES: &[Rule] = &[
     Rule {
         name: "links and paths in documents lead somewhere",
         check: links::links,
+    },
+    Rule {
+        name: "the pages of the guide are short",
+        check: pages::lengths,
     },
     Rule {
         name: "texts use the words of the glossary, and doc comments stand alone",

@@ -7,12 +7,13 @@ use std::io::Write as _;
 use std::process::{Command, Stdio};
 
 use lmc_testkit::{Folder, free_port, until};
-use lmc_vllm_adapter::{CacheKey, Client, Request};
+use lmc_vllm_adapter::{CacheKey, Client, ClientError, Request};
 use serde_json::{Value, json};
 
 use crate::common::page::{Sample, parse};
 use crate::common::prompt::{
     CHUNKS, Prompt, await_hits, key, register, register_wide, retrieve, store,
+    worker as registration,
 };
 use crate::common::relay::Relay;
 use crate::common::{Server, ask, drive_flags};
@@ -199,6 +200,21 @@ fn an_engine_that_ends_without_a_goodbye_is_lost() {
 
 #[test]
 #[ignore = "needs promtool: cargo xtask test-alerts"]
+fn an_engine_whose_chunks_are_larger_than_the_pool_is_refused() {
+    let server = Server::start(&["--l1-size-gb", "2MiB"]);
+    let mut client = server.client();
+    let before = scrape(&server);
+    let wide = registration(1024, "float32");
+    let refused = client.ask(&Request::RegisterEngineDriven(wide));
+    assert!(
+        matches!(refused, Err(ClientError::Refused { .. })),
+        "{refused:?}"
+    );
+    fires_after(&before, &scrape(&server), &["LmcRegistrationRefused"]);
+}
+
+#[test]
+#[ignore = "needs promtool: cargo xtask test-alerts"]
 fn a_drive_whose_files_go_fails_and_is_down() {
     let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
     let server = Server::start(&drive_flags(&folder, "512MiB"));
@@ -350,6 +366,19 @@ fn stores_that_are_not_committed_are_stuck() {
     fires_while(&scrape(&server), &["LmcTransfersStuck"]);
 }
 
+/// A server has slots in quarantine after the kernel's io_uring has failed with reads under way. No test can
+/// cause this from outside, so the test sets the gauge of a real page.
+#[test]
+#[ignore = "needs promtool: cargo xtask test-alerts"]
+fn slots_that_stay_in_quarantine_are_seen() {
+    let server = Server::start(&[]);
+    let mut page = scrape(&server);
+    let gauge = |sample: &&mut Sample| sample.name == "lmc_quarantined_slots";
+    let gauges = page.iter_mut().flatten().filter(gauge);
+    assert_eq!(gauges.map(|gauge| gauge.value = 2.0).count(), 1);
+    fires_while(&page, &["LmcSlotsQuarantined"]);
+}
+
 #[test]
 #[ignore = "needs promtool: cargo xtask test-alerts"]
 fn a_server_that_stays_drained_was_forgotten() {
@@ -452,7 +481,8 @@ fn lmcache_s_board_shows_most_of_its_queries() {
     assert_eq!(theirs.len(), 55, "another board");
     let answered = |query: &&String| UNANSWERED.iter().all(|name| !query.contains(name));
     let count = theirs.iter().filter(answered).count();
-    assert!(count >= 30, "{count} queries");
+    // docs/alerts.md names this number.
+    assert_eq!(count, 33);
     println!(
         "{count} of {} queries of LMCache's board have data",
         theirs.len()
@@ -472,17 +502,29 @@ fn lmcache_s_board_shows_most_of_its_queries() {
     );
 }
 
+/// Names in the queries of our board that have no data of [`a_server_in_use`]: its restarts, copies by the
+/// server, and peers.
+const EMPTY_IN_USE: [&str; 4] = [
+    "resets(lmc_uptime_seconds",
+    "lmc_gather_",
+    "lmc_scatter_",
+    "lmc_peers_",
+];
+
 #[test]
 #[ignore = "needs promtool: cargo xtask test-alerts"]
 fn our_board_shows_data_of_a_server_in_use() {
     let (before, after) = a_server_in_use();
     let ours = queries(&board(crate::monitoring::BOARD));
     let expression = |query: &String| {
+        let is_empty = EMPTY_IN_USE.iter().any(|name| query.contains(name));
         let query = query
             .replace("$__rate_interval", "5m")
             .replace("$instance", ".*");
-        // Prometheus cannot evaluate what it cannot parse.
-        json!({"expr": format!("count({query}) * 0 or vector(0)"), "exp_samples": [{"labels": "{}", "value": 0}]})
+        json!({
+            "expr": format!("(count(({query}) >= 0) > bool 0) or vector(0)"),
+            "exp_samples": [{"labels": "{}", "value": u8::from(!is_empty)}],
+        })
     };
     evaluate(
         &[(&before, 60), (&after, 3)],
@@ -501,12 +543,19 @@ fn a_server_in_use() -> (Scrape, Scrape) {
     .concat();
     let server = Server::start(&flags);
     let (mut client, shm_name) = worker(&server);
-    let before = scrape(&server);
-    for number in 0..20 {
-        Prompt(number).store(&mut client, &shm_name);
+    let until_on_disk = || {
         until("it is on disk", || {
             server.metric("lmc_tier_queued_bytes{tier=\"disk\"}") == 0.0
         });
+    };
+    // A rate needs series with values before and after.
+    Prompt(100).store(&mut client, &shm_name);
+    Prompt(100).retrieve(&mut client, &shm_name, "warm");
+    until_on_disk();
+    let before = scrape(&server);
+    for number in 0..20 {
+        Prompt(number).store(&mut client, &shm_name);
+        until_on_disk();
     }
     let body = "{\"tier\": \"l1\", \"force\": true}";
     let (code, answer) = ask(server.http, "POST", "/cache/clear", body);

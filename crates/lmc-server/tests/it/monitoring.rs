@@ -194,16 +194,25 @@ fn the_board_and_the_rules_name_what_the_page_has() {
     check(&page, &expressions);
 }
 
-/// An alert without a text on what to do is of no use at night.
+/// An alert without a text on what to do is of no use at night, and an alert that no test fires may never
+/// fire.
 #[test]
-fn every_alert_is_explained() {
+fn every_alert_is_explained_and_fired_by_a_test() {
     let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/alerts.md");
     let page = fs::read_to_string(page).expect("the page");
     let rules = fs::read_to_string(RULES).expect("the rules");
-    for alert in rules
+    let alerts: Vec<&str> = rules
         .lines()
         .filter_map(|line| line.trim().strip_prefix("- alert: "))
-    {
+        .collect();
+    assert!(alerts.len() > 15, "{alerts:?}");
+    // The tests of alerts.rs name the alerts that they fire as strings, and no others.
+    let fired: BTreeSet<&str> = include_str!("alerts.rs")
+        .split('"')
+        .filter(|text| text.starts_with("Lmc"))
+        .collect();
+    assert_eq!(fired, alerts.iter().copied().collect());
+    for alert in alerts {
         assert!(page.contains(&format!("| `{alert}` |")), "{alert}");
     }
 }

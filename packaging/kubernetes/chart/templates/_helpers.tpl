@@ -14,5 +14,6 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
 {{- define "lmc.memory" -}}
-{{ add .Values.poolGib 2 (div .Values.poolGib 64) }}Gi
+{{- /* The pool, a 64th of it, and 512 MiB, in MiB: docs/size.md. */ -}}
+{{ add (mul .Values.poolGib 1040) 512 }}Mi
 {{- end }}
