@@ -159,8 +159,8 @@ def chart(lmc):
     for kind, it in found.items():
         valid(f"the chart's {kind}", it)
     container = daemon(lmc, found, 5555, 8080)
-    check("the limit of memory of a small pool is half a GiB and a 64th above it",
-          container["resources"]["limits"]["memory"] == "8832Mi")
+    check("the limit of memory of a small pool is 2 GiB and a 64th above it",
+          container["resources"]["limits"]["memory"] == "10368Mi")
     ends(lmc, found, grace=90, drain=60, http=8080)
     full = installed("cache", {
         "poolGib": 100, "port": 6555, "httpPort": 9090, "networkPolicy": False,
@@ -180,8 +180,8 @@ def chart(lmc):
           <= set(container["args"]), str(container["args"]))
     check("the image is the one of the values", container["image"] == "registry.example/lmc:1")
     resources = container["resources"]
-    check("the limit of memory is 512 MiB and a 64th above the pool, and is reserved", resources == {
-        "limits": {"memory": "104512Mi"}, "requests": {"memory": "104512Mi", "cpu": "4"}}, str(resources))
+    check("the limit of memory is 2 GiB and a 64th above the pool, and is reserved", resources == {
+        "limits": {"memory": "106048Mi"}, "requests": {"memory": "106048Mi", "cpu": "4"}}, str(resources))
     ends(lmc, full, grace=165, drain=120, http=9090)
     pod = full["DaemonSet"]["spec"]["template"]["spec"]
     check("the server runs as the user of the values, on the nodes of the values",

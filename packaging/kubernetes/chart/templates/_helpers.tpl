@@ -14,6 +14,6 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 
 {{- define "lmc.memory" -}}
-{{- /* The pool, a 64th of it, and 512 MiB, in MiB: docs/size.md. */ -}}
-{{ add (mul .Values.poolGib 1040) 512 }}Mi
+{{- /* The pool, a 64th of it, and 2 GiB, in MiB: docs/size.md. */ -}}
+{{ add (mul .Values.poolGib 1040) 2048 }}Mi
 {{- end }}
