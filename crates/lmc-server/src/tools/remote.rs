@@ -81,7 +81,7 @@ fn with_store<F: Future<Output = Result<()>>>(
     work: impl FnOnce(Target) -> F,
 ) -> Result<()> {
     // An error must not repeat the text, which may hold a password.
-    let url: RemoteUrl = url.url.parse().map_err(|error| anyhow!("URL: {error}"))?;
+    let url = RemoteUrl::parse(&url.url).map_err(|error| anyhow!("URL: {error}"))?;
     let runtime = Builder::new_current_thread().enable_all().build();
     let runtime = runtime.context("cannot start")?;
     let done = runtime.block_on(async {
