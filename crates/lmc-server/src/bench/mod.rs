@@ -6,7 +6,6 @@ mod drive;
 mod engine;
 mod footprint;
 mod mapped;
-mod process;
 pub(crate) mod prompt;
 pub(crate) mod replay;
 mod report;
@@ -30,6 +29,7 @@ use self::footprint::Footprint;
 use self::report::{Row, Snapshots};
 use crate::bars;
 use crate::occupant;
+use crate::process;
 use crate::text::error_text;
 
 const LONG_ABOUT: &str = "\

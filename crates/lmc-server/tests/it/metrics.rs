@@ -39,7 +39,21 @@ fn the_page_is_in_prometheus_strict_format() {
     let page = page(&server);
     let info = &page["lmc_build_info"].samples[0];
     assert_eq!(info.labels["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(info.labels["lmcache"], lmc_vllm_adapter::LMCACHE_RELEASE);
+    assert_eq!(
+        info.labels["disk_format"],
+        lmc_backend_disk::FORMAT_VERSION.to_string()
+    );
+    assert!(info.labels["rustc"].starts_with("1."), "{info:?}");
     assert_eq!(info.value, 1.0);
+    let of_process = |name: &str| page[&format!("process_{name}")].samples[0].value;
+    assert!(of_process("cpu_seconds_total") >= 0.0);
+    // The pool of 16 MiB is touched in the background, so only the program is sure to be there.
+    assert!(of_process("resident_memory_bytes") > 1e6);
+    assert!((3.0..=of_process("max_fds")).contains(&of_process("open_fds")));
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let now = now.expect("a later time").as_secs_f64();
+    assert!((-2.0..3600.0).contains(&(now - of_process("start_time_seconds"))));
     let has = |family: &str, what: &str| {
         let samples = &page[family].samples;
         samples.iter().any(|sample| sample.labels["what"] == what)
