@@ -10,6 +10,7 @@ pub(crate) mod prompt;
 pub(crate) mod replay;
 mod report;
 mod stats;
+mod tiers;
 mod wire;
 
 use std::fs;
