@@ -328,6 +328,15 @@ pub(crate) fn port(raw: &Raw) -> Result<u16, String> {
         .map_err(|_| "expected a port number from 0 to 65535".to_owned())
 }
 
+pub(crate) fn optional_port(raw: &Raw) -> Result<Option<u16>, String> {
+    match raw.text()? {
+        text if text.eq_ignore_ascii_case("none") => Ok(None),
+        _ => port(raw)
+            .map(Some)
+            .map_err(|error| format!("{error}, or none")),
+    }
+}
+
 pub(crate) fn count<T>(raw: &Raw, least: T, most: T) -> Result<T, String>
 where
     T: FromStr + PartialOrd + Display,

@@ -58,6 +58,10 @@ pub(super) fn all(config: &ServeConfig) -> Vec<Finding> {
         config.http_port,
         "--http-port",
     ));
+    if let Some(number) = config.prometheus_port {
+        let (check, flag) = ("metrics port", "--prometheus-port");
+        findings.push(port(check, &config.host, number, flag));
+    }
     if let Some(path) = &config.ipc_path {
         findings.push(socket(path));
     }

@@ -1,6 +1,8 @@
 //! The page `/metrics` of the real server: its format, and what its histograms count.
 
-use lmc_testkit::{Folder, until};
+use std::net::TcpListener;
+
+use lmc_testkit::{Folder, free_port, until};
 use lmc_vllm_adapter::{CacheKey, Client, Reply, Request};
 
 use crate::common::page::{Page, parse};
@@ -61,6 +63,37 @@ fn the_page_is_in_prometheus_strict_format() {
     assert!(has("lmc_tier_event_bytes_total", "written"));
     assert!(has("lmc_tier_events_total", "written"));
     assert!(!has("lmc_tier_events_total", "written_bytes"));
+}
+
+/// LMCache's operator passes `--prometheus-port`, and scrapes the metrics there from outside the pod.
+#[test]
+fn a_port_answers_metrics_and_nothing_else_unless_it_is_disabled() {
+    let port = free_port();
+    let number = port.to_string();
+    let flags = ["--host", "127.0.0.1", "--prometheus-port", &number];
+    let server = Server::start(&flags);
+    let (code, answer) = ask(port, "GET", "/metrics", "");
+    let (_, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
+    let page = parse(body).unwrap_or_else(|why| panic!("{why}"));
+    assert!(code == 200 && page.contains_key("lmc_chunks"), "{answer}");
+    for (line, expected) in [
+        ("GET /", 404),
+        ("GET /status", 404),
+        ("GET /healthz", 404),
+        ("GET /config", 404),
+        ("POST /cache/clear", 404),
+        ("POST /drain", 404),
+        ("POST /metrics", 405),
+    ] {
+        let (method, path) = line.split_once(' ').expect("a method and a path");
+        let (code, answer) = ask(port, method, path, "{}");
+        assert_eq!(code, expected, "{line}: {answer}");
+    }
+    server.terminate();
+    // The port is taken, and not needed.
+    let _taken = TcpListener::bind(("127.0.0.1", port)).expect("the server has left it");
+    let off = Server::start(&[&flags[..], &["--disable-prometheus"]].concat());
+    off.terminate();
 }
 
 #[test]
