@@ -114,7 +114,7 @@ impl Http {
     pub fn new(service: Service, engines: SocketAddr, reload: Arc<Reload>) -> Self {
         let loaded = reload.loaded();
         Self {
-            guard: Guard::new(&loaded.config),
+            guard: Guard::new(),
             access: reload.access().clone(),
             probe: Probe::new(service.clone(), engines),
             drain: Drain::new(service.clone()),
@@ -246,7 +246,7 @@ async fn guarded(
     next: Next,
 ) -> Response {
     let access = http.access.now();
-    match http.guard.check(&request, user, access.token.as_ref()) {
+    match http.guard.check(&request, user, &access) {
         Ok(user) => drop(request.extensions_mut().insert(user)),
         Err((code, reason)) => {
             let mut refused = refusal(code, reason);

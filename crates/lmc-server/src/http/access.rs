@@ -27,6 +27,8 @@ const LEAST_TOKEN: usize = 16;
 pub(crate) struct Access {
     pub(super) trusted_users: TrustedUsers,
     pub(super) token: Option<Token>,
+    /// Host names that requests may use, in lower case.
+    pub(super) host_names: Vec<String>,
     pub(super) tls: Option<TlsAcceptor>,
 }
 
@@ -47,8 +49,11 @@ impl Access {
             .http_tls_cert
             .as_deref()
             .zip(config.http_tls_key.as_deref());
+        let names = [&config.http_host].into_iter();
+        let names = names.chain(&config.http_allowed_hosts);
         Ok(Self {
             trusted_users: config.trusted_users.clone(),
+            host_names: names.map(|name| name.to_ascii_lowercase()).collect(),
             token: token.transpose().context("--http-token-file")?.map(Token),
             tls: tls.map(|(cert, key)| acceptor(cert, key)).transpose()?,
         })
