@@ -125,7 +125,7 @@ fn memory(node: &RedisMemory) -> (bool, String) {
 }
 
 /// Returns the text of a store's error, with the remedy.
-fn explained(error: &StoreError) -> String {
+pub(crate) fn explained(error: &StoreError) -> String {
     let remedy = match error {
         // This error's text names the remedy.
         StoreError::Io(error) if error.kind() == ErrorKind::NotFound => return error.to_string(),
