@@ -1,4 +1,5 @@
-//! Tells the crate which commit it is built from, as `BUILD_COMMIT`.
+//! Tells the crate which commit it is built from, as `BUILD_COMMIT`, and by which compiler, as
+//! `BUILD_RUSTC`.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,6 +9,10 @@ fn main() {
     println!(
         "cargo:rustc-env=BUILD_COMMIT={}",
         commit().unwrap_or_default()
+    );
+    println!(
+        "cargo:rustc-env=BUILD_RUSTC={}",
+        rustc().unwrap_or_default()
     );
 }
 
@@ -26,9 +31,19 @@ fn commit() -> Option<String> {
     git(&["rev-parse", "--short=12", "HEAD"])
 }
 
-/// Returns the output of git in this folder; `None` when it fails or is not installed.
+/// The version of the compiler, such as 1.90.0.
+fn rustc() -> Option<String> {
+    let said = run(&std::env::var("RUSTC").ok()?, &["--version"])?;
+    said.split_whitespace().nth(1).map(str::to_owned)
+}
+
 fn git(args: &[&str]) -> Option<String> {
-    let output = Command::new("git").args(args).output().ok()?;
+    run("git", args)
+}
+
+/// Returns the output of a command in this folder; `None` when it fails or is not installed.
+fn run(program: &str, args: &[&str]) -> Option<String> {
+    let output = Command::new(program).args(args).output().ok()?;
     let text = String::from_utf8(output.stdout).ok()?;
     let text = text.trim();
     (output.status.success() && !text.is_empty()).then(|| text.to_owned())

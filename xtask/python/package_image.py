@@ -18,7 +18,11 @@ PODMAN = ("podman", "--storage-driver", "vfs")
 # The flags of LMCache's operator, with a small pool.
 OPERATOR = ("server --host 0.0.0.0 --port 6555 --l1-size-gb 0.0625 --chunk-size 256 --max-workers 1 "
             "--hash-algorithm blake3 --eviction-policy LRU --eviction-trigger-watermark 0.8 "
-            "--eviction-ratio 0.2 --prometheus-port 9090 --disable-prometheus --http-port 8081")
+            "--eviction-ratio 0.2 --prometheus-port 9090 --http-port 8081")
+# Asks a path of the operator's port for metrics; bash is the only client in the Debian.
+SCRAPE = """exec 3<>/dev/tcp/127.0.0.1/9090
+printf 'GET %s HTTP/1.0\\r\\n\\r\\n' "$1" >&3
+cat <&3"""
 
 
 def image(archive):
@@ -72,6 +76,11 @@ def about(machine):
           str(health))
 
 
+def scraped(machine, path):
+    """The answer to a GET of the operator's port for metrics, with its head."""
+    return machine.run("bash", "-c", SCRAPE, "scrape", path)[1]
+
+
 def serves(machine):
     """The unpacked image, whose command line runs as its user."""
     said = ran(machine, "the image is unpacked", *PODMAN, "image", "mount", "lmc")
@@ -81,10 +90,10 @@ def serves(machine):
     inside = ("chroot", "--userspec=65532:65532", "--groups=", root)
     ran(machine, "lmc --version runs", *inside, "/usr/bin/lmc", "--version")
     ran(machine, "lmc doctor finds no problem", *inside, "/usr/bin/lmc", "doctor")
-    for what, line, health, engines in (
-            ("the image's command line", ("/usr/bin/lmc", "serve"), 8080, 5555),
+    for what, line, health, engines, is_scraped in (
+            ("the image's command line", ("/usr/bin/lmc", "serve"), 8080, 5555, False),
             ("the command line of LMCache's operator",
-             ("/opt/venv/bin/lmcache", *OPERATOR.split()), 8081, 6555)):
+             ("/opt/venv/bin/lmcache", *OPERATOR.split()), 8081, 6555, True)):
         url = f"http://127.0.0.1:{health}"
         ok, said = machine.run(*inside, "/usr/bin/lmc", "status", "--url", url)
         check("the health check fails without a server", not ok, said)
@@ -93,6 +102,11 @@ def serves(machine):
         check(f"{what} starts the server, and its health check succeeds", up)
         ran(machine, "lmc bench gets the bytes that it stored", *inside, "/usr/bin/lmc", "bench",
             "--url", f"tcp://127.0.0.1:{engines}", "--http-url", url, "--count", "20")
+        if is_scraped:
+            said = scraped(machine, "/metrics")
+            check("the operator's port has the metrics", "lmc_stores_total " in said, said[:200])
+            said = scraped(machine, "/status")
+            check("and nothing else", said.startswith("HTTP/1.0 404"), said[:200])
         machine.run("sh", "-c", "kill $(find /proc -maxdepth 1 -user 65532 -printf '%f ')")
         said, _ = server.communicate(timeout=DEADLINE)
         check("it ends when asked to", server.returncode == 0, said if server.returncode else "")

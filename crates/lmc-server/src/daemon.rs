@@ -121,10 +121,15 @@ async fn serve(
     let mut signals = Signals::new()?;
     let supervisor = Supervisor::of_environment();
     // The ports first: a process that uses them most likely has the pool, too.
-    let http_socket = match (ensure_free(config).await, bind_http(config).await) {
+    let http_socket = bind_http(&config.http_host, config.http_port, "--http-port");
+    let http_socket = match (ensure_free(config).await, http_socket.await) {
         (Ok(()), Ok(socket)) => socket,
         (Err(error), Ok(_)) | (Ok(()), Err(error)) => return Err(error),
         (Err(engines), Err(http)) => bail!("{engines:#}\nlmc serve: {http:#}"),
+    };
+    let metrics_socket = match config.prometheus_port {
+        Some(port) => Some(bind_http(&config.host, port, "--prometheus-port").await?),
+        None => None,
     };
     // The memory of a server that was killed may have to be freed first.
     supervisor.starting("creating the pool", OPEN_TIMEOUT);
@@ -169,14 +174,19 @@ async fn serve(
         .context("the HTTP socket has no address")?;
     summary(config, &service, &arena);
     warn_of_the_network(config);
-    let http_url = match config.http_tls_cert {
-        Some(_) => format!("https://{http_address}"),
-        None => format!("http://{http_address}"),
+    let scheme = match config.http_tls_cert {
+        Some(_) => "https",
+        None => "http",
     };
+    let http_url = format!("{scheme}://{http_address}");
     let (stop, stopped) = watch::channel(false);
     let mut http = Http::new(service.clone(), address, Arc::clone(&reload));
     let probe = http.probe().alone();
     let changes = http.changes().clone();
+    if let Some(Ok(address)) = metrics_socket.as_ref().map(TcpListener::local_addr) {
+        info!("metrics alone on {scheme}://{address}/metrics (--prometheus-port)");
+    }
+    http.metrics_socket = metrics_socket;
     http.peers = peers;
     http.stores = stores;
     http.directory = directory.as_ref().map(|server| Arc::clone(server.host()));
@@ -307,11 +317,21 @@ fn warn_of_the_network(config: &ServeConfig) {
     if !is_loopback(&config.host) {
         open("engines", &config.host, "");
     }
-    let (host, has_token) = (&config.http_host, config.http_token_file.is_some());
-    if !is_loopback(host) && !has_token {
-        open("HTTP clients", host, "set --http-token-file, ");
+    let metrics_host = config.prometheus_port.map(|_| &config.host);
+    let mut is_token_bare = false;
+    for (who, host) in [
+        ("HTTP clients", Some(&config.http_host)),
+        ("readers of metrics", metrics_host),
+    ] {
+        let Some(host) = host.filter(|host| !is_loopback(host)) else {
+            continue;
+        };
+        match config.http_token_file {
+            None => open(who, host, "set --http-token-file, "),
+            Some(_) => is_token_bare |= config.http_tls_cert.is_none(),
+        }
     }
-    if !is_loopback(host) && has_token && config.http_tls_cert.is_none() {
+    if is_token_bare {
         warn!("the HTTP token can be read on the network: set --http-tls-cert and --http-tls-key");
     }
 }
@@ -521,11 +541,9 @@ async fn unused(connections: impl Fn() -> (u64, u64), limit: Option<Duration>) {
     }
 }
 
-async fn bind_http(config: &ServeConfig) -> Result<TcpListener> {
-    let address = (config.http_host.as_str(), config.http_port);
-    TcpListener::bind(address).await.map_err(|error| {
-        let why = occupied(&error, config.http_port, "--http-port");
-        let (host, port) = address;
+async fn bind_http(host: &str, port: u16, flag: &str) -> Result<TcpListener> {
+    TcpListener::bind((host, port)).await.map_err(|error| {
+        let why = occupied(&error, port, flag);
         anyhow!(error)
             .context(format!("cannot listen on http://{host}:{port}"))
             .context(why)

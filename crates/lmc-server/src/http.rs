@@ -81,6 +81,8 @@ pub struct Http {
     pub(crate) directory: Option<Arc<DirectoryHost>>,
     /// True once the server stops; it answers HTTP requests until its tiers are closed.
     pub(crate) stopping: Option<watch::Receiver<bool>>,
+    /// Socket on which only the metrics are served, if there is one.
+    pub(crate) metrics_socket: Option<TcpListener>,
     changes: Changes,
     drain: Drain,
     history: live::History,
@@ -112,7 +114,7 @@ impl Http {
     pub fn new(service: Service, engines: SocketAddr, reload: Arc<Reload>) -> Self {
         let loaded = reload.loaded();
         Self {
-            guard: Guard::new(&loaded.config),
+            guard: Guard::new(),
             access: reload.access().clone(),
             probe: Probe::new(service.clone(), engines),
             drain: Drain::new(service.clone()),
@@ -131,6 +133,7 @@ impl Http {
             ratio: loaded.config.eviction_ratio,
             directory: None,
             stopping: None,
+            metrics_socket: None,
             changes: Changes::new(),
         }
     }
@@ -156,22 +159,31 @@ impl Http {
 type HttpState = State<Arc<Http>>;
 
 /// Answers until `stopped` turns true.
-pub async fn serve(socket: TcpListener, http: Http, stopped: watch::Receiver<bool>) {
+pub async fn serve(socket: TcpListener, mut http: Http, stopped: watch::Receiver<bool>) {
     let access = http.access.clone();
+    let metrics_socket = http.metrics_socket.take();
     let http = Arc::new(http);
     tokio::spawn(live::keep(Arc::clone(&http), stopped.clone()));
-    let router = router(http);
     let bounds = Bounds {
         connections: MAX_CONNECTIONS,
         life: Some(LIFE),
         end: END_DEADLINE,
         unread: None,
     };
-    connections::serve(socket, router, Some(access), stopped, bounds).await;
+    let answer = |socket, router| {
+        let (access, stopped) = (Some(access.clone()), stopped.clone());
+        connections::serve(socket, router, access, stopped, bounds)
+    };
+    let metrics = async {
+        if let Some(socket) = metrics_socket {
+            answer(socket, metrics_router(Arc::clone(&http))).await;
+        }
+    };
+    tokio::join!(metrics, answer(socket, router(Arc::clone(&http))));
 }
 
 fn router(http: Arc<Http>) -> Router {
-    Router::new()
+    let routes = Router::new()
         .route("/healthz", get(health))
         .route("/livez", get(alive))
         .route("/readyz", get(ready))
@@ -184,7 +196,21 @@ fn router(http: Arc<Http>) -> Router {
         .merge(live::routes())
         .merge(peers::routes())
         .merge(lmcache::routes())
-        .fallback(unknown_path)
+        .fallback(unknown_path);
+    with_rules(routes, http)
+}
+
+/// Returns the router of the socket on which only the metrics are served.
+fn metrics_router(http: Arc<Http>) -> Router {
+    let routes = Router::new()
+        .route("/metrics", get(metrics_page))
+        .fallback(only_metrics);
+    with_rules(routes, http)
+}
+
+/// Adds what holds for every path of a socket: limits, deadlines and the guard.
+fn with_rules(routes: Router<Arc<Http>>, http: Arc<Http>) -> Router {
+    routes
         .method_not_allowed_fallback(unknown_method)
         .layer(DefaultBodyLimit::max(MAX_BODY))
         .layer(CompressionLayer::new())
@@ -220,7 +246,7 @@ async fn guarded(
     next: Next,
 ) -> Response {
     let access = http.access.now();
-    match http.guard.check(&request, user, access.token.as_ref()) {
+    match http.guard.check(&request, user, &access) {
         Ok(user) => drop(request.extensions_mut().insert(user)),
         Err((code, reason)) => {
             let mut refused = refusal(code, reason);
@@ -261,6 +287,14 @@ async fn unknown_path(uri: Uri) -> Response {
     let text = format!(
         "{} is not served here; the paths are / (for a browser), /healthz, /livez, /readyz, /metrics, /status, /peers, /config, \
          /reload, /drain, /live, /history, /tenants, /advise, /cache/clear, /quota and /healthcheck",
+        uri.path()
+    );
+    refusal(StatusCode::NOT_FOUND, text)
+}
+
+async fn only_metrics(uri: Uri) -> Response {
+    let text = format!(
+        "{} is not served at the port of --prometheus-port, which serves /metrics only; ask --http-port",
         uri.path()
     );
     refusal(StatusCode::NOT_FOUND, text)

@@ -28,6 +28,7 @@ mod occupant;
 mod peers;
 mod pool;
 mod pool_size;
+mod process;
 mod proxy;
 mod quotas;
 pub mod reload;

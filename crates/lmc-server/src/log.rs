@@ -58,6 +58,7 @@ pub(crate) fn to_stderr(level: &str, format: LogFormat) -> io::Result<()> {
         LogFormat::Json => {
             let lines = lines
                 .json()
+                .flatten_event(true)
                 .with_writer(|| PrintableLine(LineWriter(&QUEUE)))
                 .with_filter_reloading();
             let handle = lines.reload_handle();

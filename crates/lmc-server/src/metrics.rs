@@ -1,18 +1,21 @@
 //! The `/metrics` page: every name in one table, which `docs/metrics.md` repeats.
 //!
 //! Metrics have the names of LMCache's MP server where the meaning is the same, so that dashboards keep
-//! working; all other names begin with `lmc_`. LMCache's names have the form that its Prometheus exporter
+//! working; names of the process (`process_`) are those of Prometheus' own clients; all other names begin with
+//! `lmc_`. LMCache's names have the form that its Prometheus exporter
 //! gives to `lmcache_mp.lookups` and the like: the unit follows the name, then `_total`. Durations and
 //! speeds come from completed operations only.
 
 use std::fmt::Write;
 
+use lmc_backend_disk::FORMAT_VERSION;
 use lmc_backend_p2p::directory::DirectoryStatus;
 use lmc_engine::{DistributionSnapshot, EngineTimes, HistogramSnapshot, LowerStatus};
 use lmc_key::Salt;
-use lmc_vllm_adapter::{ServiceStatus, UsageStatus};
+use lmc_vllm_adapter::{LMCACHE_RELEASE, ServiceStatus, UsageStatus};
 
 use crate::log;
+use crate::process::{self, OwnProcess};
 
 /// Content type of the text exposition format.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -311,11 +314,31 @@ const DIRECTORY_EVENTS: (&str, &str) = (
     "Announcements and questions that the directory answered, by kind and outcome.",
 );
 
-/// The build, with the labels `version` and `commit`.
+/// Name, help and labels of the metric of the build.
 const BUILD_INFO: (&str, &str) = (
     "lmc_build_info",
-    "Version and commit of this server, as labels; always 1.",
+    "Version and commit of this server, version of the compiler, version of the format of its drives, and release of LMCache whose protocol it speaks, as labels; always 1.",
 );
+/// Labels of [`BUILD_INFO`], for the documentation.
+const BUILD_LABELS: &str = "`version`, `commit`, `rustc`, `disk_format` and `lmcache`";
+
+/// Name, kind, help and value of a metric of the process.
+type ProcessMetric = (
+    &'static str,
+    &'static str,
+    &'static str,
+    fn(&OwnProcess) -> f64,
+);
+
+/// Metrics of the process, under the names of Prometheus' own clients.
+#[rustfmt::skip]
+const PROCESS_METRICS: &[ProcessMetric] = &[
+    ("process_cpu_seconds_total", "counter", "User and system CPU time of the server.", |p| p.cpu_seconds),
+    ("process_resident_memory_bytes", "gauge", "Resident memory of the server, with the pages of the pool that it has touched.", |p| p.resident_bytes as f64),
+    ("process_start_time_seconds", "gauge", "Time of the start of the server, in seconds since 1970.", |p| p.start_seconds),
+    ("process_open_fds", "gauge", "Open file descriptors of the server.", |p| p.open_files as f64),
+    ("process_max_fds", "gauge", "Limit on the open file descriptors of the server.", |p| p.max_files as f64),
+];
 
 /// Metrics by operation, with the label `operation`.
 const OPERATION_SECONDS: &str = "lmc_operation_seconds";
@@ -333,8 +356,18 @@ pub fn page(
     let (name, help) = BUILD_INFO;
     head(&mut out, name, "gauge", help);
     let (version, commit) = (env!("CARGO_PKG_VERSION"), env!("BUILD_COMMIT"));
+    let rustc = env!("BUILD_RUSTC");
     // Writing to a string cannot fail.
-    let _ = writeln!(out, "{name}{{version=\"{version}\",commit=\"{commit}\"}} 1");
+    let _ = writeln!(
+        out,
+        "{name}{{version=\"{version}\",commit=\"{commit}\",rustc=\"{rustc}\",disk_format=\"{FORMAT_VERSION}\",lmcache=\"{LMCACHE_RELEASE}\"}} 1"
+    );
+    if let Some(process) = process::own() {
+        for (name, kind, help, value) in PROCESS_METRICS {
+            head(&mut out, name, kind, help);
+            let _ = writeln!(out, "{name} {}", value(&process));
+        }
+    }
     for metric in METRICS {
         let Metric {
             name,
@@ -535,7 +568,7 @@ pub fn documentation() -> String {
     let mut out = String::from(
         "# Metrics\n\n\
          The metrics that `GET /metrics` on the HTTP port shows, in Prometheus' text format.\n\
-         Names that begin with `lmcache_mp_` have the same meaning as at LMCache's MP server, but not its labels for models, salts and devices; a series of a lower tier has the label `l2_name`.\n\
+         Names that begin with `lmcache_mp_` have the same meaning as at LMCache's MP server, but not its labels for models, salts and devices; a series of a lower tier has the label `l2_name`. Names that begin with `process_` are those of Prometheus' own clients.\n\
          [alerts.md](alerts.md) has a board for Grafana and alert rules.\n\
          Durations and bytes are counted when an operation has completed, so a rate of bytes divided by a rate of seconds is a measured speed:\n\n\
          ```\n\
@@ -570,10 +603,10 @@ pub fn documentation() -> String {
         }
     }
     let (name, help) = BUILD_INFO;
-    let _ = writeln!(
-        out,
-        "| `{name}` | gauge, by `version` and `commit` | {help} |"
-    );
+    let _ = writeln!(out, "| `{name}` | gauge, by {BUILD_LABELS} | {help} |");
+    for (name, kind, help, _) in PROCESS_METRICS {
+        let _ = writeln!(out, "| `{name}` | {kind} | {help} |");
+    }
     for (name, help) in [TIER_EVENTS, TIER_EVENT_BYTES] {
         let _ = writeln!(out, "| `{name}` | counter, by `tier` and `what` | {help} |");
     }

@@ -417,7 +417,7 @@ impl Proxy {
             },
             counters: ProxyCounters::default(),
             guard: (arguments.listen.ip().is_loopback())
-                .then(|| Guard::without_names("use --listen with an address other than loopback")),
+                .then(|| Guard::with_advice("use --listen with an address other than loopback")),
         }
     }
 

@@ -17,7 +17,13 @@ use crate::salts::SaltDigests;
 use crate::state;
 
 /// Settings that take effect when they are read again. All others need a restart.
-const LIVE: [&str; 4] = [LOG_LEVEL, REQUEST_LOG, "quota", QUOTA_FILE];
+const LIVE: [&str; 5] = [
+    LOG_LEVEL,
+    REQUEST_LOG,
+    "quota",
+    QUOTA_FILE,
+    "http-allowed-host",
+];
 const LOG_LEVEL: &str = "log-level";
 const REQUEST_LOG: &str = "request-log";
 const QUOTA_FILE: &str = "quota-file";
@@ -108,6 +114,7 @@ impl Reload {
         let mut loaded = Loaded::clone(&self.loaded());
         let read = (self.read)()?;
         let quotas = quotas::of(&read.config)?;
+        loaded.config.http_allowed_hosts = read.config.http_allowed_hosts;
         // Of the settings in effect: other file names need a restart.
         let access = Access::read(&loaded.config)?;
         for warning in &read.warnings {

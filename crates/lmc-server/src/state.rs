@@ -81,7 +81,8 @@ fn name(config: &ServeConfig) -> String {
         .collect()
 }
 
-fn usual_folders() -> Vec<PathBuf> {
+/// Returns the state folders of `--state-dir auto`, in the order in which they are tried.
+pub(crate) fn usual_folders() -> Vec<PathBuf> {
     let below = |variable: &str, path: &str| {
         let base = PathBuf::from(std::env::var_os(variable)?);
         base.is_absolute().then(|| base.join(path))

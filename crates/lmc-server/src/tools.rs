@@ -10,7 +10,7 @@ pub(crate) mod http;
 mod peers;
 mod plan;
 mod quota;
-mod remote;
+pub(crate) mod remote;
 mod sim;
 mod status;
 mod top;

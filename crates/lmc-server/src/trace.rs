@@ -1,6 +1,6 @@
-//! Request traces in Mooncake's format, which is also the format of vLLM's `timed_trace`: one JSON object a
-//! line with the time of a request, the length of its prompt, and an id for each block of the prompt. Equal
-//! ids mean equal prompts up to the end of the block.
+//! Request traces in Mooncake's format: one JSON object a line with the time of a request, the length of its
+//! prompt, and an id for each block of the prompt. Equal ids mean equal prompts up to the end of the block.
+//! vLLM's `timed_trace` has the same fields by default, with times in seconds.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
@@ -8,20 +8,43 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
+use clap::ValueEnum;
 use serde::Deserialize;
 
 /// Text after the help of commands that read a trace.
 pub(crate) const FORMAT: &str = "\
 TRACE is a file with one JSON object a line, in the format that Mooncake publishes
-(FAST25-release/traces) and vLLM's timed_trace takes:
+(FAST25-release/traces):
   {\"timestamp\": 0, \"input_length\": 6758, \"output_length\": 500, \"hash_ids\": [0, 1, 2]}
-timestamp is in milliseconds. hash_ids has an id for each block of the prompt; equal ids mean equal
-prompts up to the end of that block.";
+The fields timestamp, input_length and hash_ids are read, under these names only; all other fields are
+ignored. timestamp is in milliseconds, or in seconds with --time-unit s. hash_ids has an id for each block
+of the prompt; equal ids mean equal prompts up to the end of that block.
+vLLM's timed_trace reads these fields too. Without --timed-trace-sec-multiplier its traces need
+--time-unit s; fields that --timed-trace-label-... renames must first get the names above.";
 
 /// Limit on the bytes of a line.
 const MAX_LINE: u64 = 64 << 20;
 /// Limit on the tokens of a prompt.
 const MAX_TOKENS: u64 = 1 << 30;
+
+/// Unit of the times of a trace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum TimeUnit {
+    /// Milliseconds, as in Mooncake's traces
+    Ms,
+    /// Seconds, as in vLLM's timed_trace and the traces of Alibaba's Qwen
+    S,
+}
+
+impl TimeUnit {
+    /// Returns the seconds of one unit.
+    fn seconds(self) -> f64 {
+        match self {
+            Self::Ms => 1e-3,
+            Self::S => 1.0,
+        }
+    }
+}
 
 /// One request.
 #[derive(Debug, PartialEq, Eq)]
@@ -52,7 +75,7 @@ struct Line {
 
 impl Trace {
     /// Reads a trace. If `block_tokens` is `None`, the tokens of a block are derived from the requests.
-    pub(crate) fn read(path: &Path, block_tokens: Option<usize>) -> Result<Self> {
+    pub(crate) fn read(path: &Path, block_tokens: Option<usize>, unit: TimeUnit) -> Result<Self> {
         let shown = path.display();
         let file = File::open(path).with_context(|| format!("cannot read {shown}"))?;
         let mut reader = BufReader::new(file);
@@ -70,7 +93,8 @@ impl Trace {
             if text.trim().is_empty() {
                 continue;
             }
-            let request = request(&text).with_context(|| format!("{shown}, line {number}"))?;
+            let request =
+                request(&text, unit).with_context(|| format!("{shown}, line {number}"))?;
             requests.push(request);
         }
         ensure!(!requests.is_empty(), "{shown} has no requests");
@@ -96,10 +120,10 @@ impl Trace {
     }
 }
 
-fn request(text: &str) -> Result<TraceRequest> {
+fn request(text: &str, unit: TimeUnit) -> Result<TraceRequest> {
     let line: Line = serde_json::from_str(text).context("expected a request as JSON")?;
-    let at = Duration::try_from_secs_f64(line.timestamp / 1e3);
-    let at = at.map_err(|_| anyhow::anyhow!("timestamp: expected milliseconds from 0"))?;
+    let at = Duration::try_from_secs_f64(line.timestamp * unit.seconds());
+    let at = at.map_err(|_| anyhow::anyhow!("timestamp: expected a time from 0"))?;
     ensure!(
         (1..=MAX_TOKENS).contains(&line.input_length),
         "input_length: expected 1 to {MAX_TOKENS} tokens"
@@ -146,10 +170,14 @@ mod tests {
     use super::*;
 
     fn read(text: &str) -> Result<Trace> {
+        read_in(text, TimeUnit::Ms)
+    }
+
+    fn read_in(text: &str, unit: TimeUnit) -> Result<Trace> {
         let folder = Folder::temporary();
         let path = folder.join("trace.jsonl");
         std::fs::write(&path, text).expect("a temporary folder");
-        Trace::read(&path, None)
+        Trace::read(&path, None, unit)
     }
 
     #[test]
@@ -164,6 +192,16 @@ mod tests {
         assert_eq!((trace.requests.len(), trace.blocks()), (2, 16));
         assert_eq!(trace.duration(), Duration::from_millis(1500));
         assert_eq!(trace.requests[1].blocks, [0, 99]);
+    }
+
+    /// A line of the traces of Alibaba's Qwen. vLLM's timed_trace reads seconds, too.
+    #[test]
+    fn times_may_be_seconds_and_unknown_fields_are_ignored() {
+        let text = "{\"chat_id\": 159, \"parent_chat_id\": -1, \"timestamp\": 61.5, \"input_length\": 20, \
+                    \"output_length\": 132, \"type\": \"text\", \"turn\": 1, \"hash_ids\": [7, 8]}";
+        let trace = read_in(text, TimeUnit::S).expect("a trace");
+        assert_eq!(trace.duration(), Duration::from_millis(61_500));
+        assert_eq!((trace.requests[0].tokens, trace.block_tokens), (20, 16));
     }
 
     #[test]

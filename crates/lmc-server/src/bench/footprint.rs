@@ -60,6 +60,11 @@ impl Footprint {
         Ok(Self { url, before: None })
     }
 
+    /// Returns the address of the server's HTTP side.
+    pub(crate) fn url(&self) -> &HttpUrl {
+        &self.url
+    }
+
     /// Clears a server that was empty before and holds only the `stored` bytes of this run. Prints a note
     /// if it does not clear.
     pub(crate) fn clear(&self, port: u16, stored: u64) {

@@ -6,11 +6,11 @@ mod drive;
 mod engine;
 mod footprint;
 mod mapped;
-mod process;
 pub(crate) mod prompt;
 pub(crate) mod replay;
 mod report;
 mod stats;
+mod tiers;
 mod wire;
 
 use std::fs;
@@ -30,6 +30,7 @@ use self::footprint::Footprint;
 use self::report::{Row, Snapshots};
 use crate::bars;
 use crate::occupant;
+use crate::process;
 use crate::text::error_text;
 
 const LONG_ABOUT: &str = "\

@@ -19,11 +19,12 @@ use super::footprint::Footprint;
 use super::own_model;
 use super::prompt::{Prompt, Random, mix};
 use super::stats::{Samples, Summary};
+use super::tiers::{TierShares, TierTokens};
 use crate::bars;
 use crate::config::human_bytes;
 use crate::stdout::{out, outln};
 use crate::tools::format::duration;
-use crate::trace::{self, Trace, TraceRequest};
+use crate::trace::{self, TimeUnit, Trace, TraceRequest};
 
 pub(crate) fn command() -> Command {
     // The texts come last: the arguments would bring the doc comment of their type along.
@@ -39,8 +40,8 @@ fn help() -> String {
          lmc replay conversation_trace.jsonl --speed 1             at the times of the trace\n  \
          lmc replay conversation_trace.jsonl --layers 36 --hidden 1024 --clients 16\n\n\
          Each request is looked up, the chunks found are retrieved, and the others are stored, with real\n\
-         bytes, each of which is checked. Nothing is computed. Unless --force is given, the server must be\n\
-         empty, and is cleared afterwards. `lmc sim` computes in seconds what other sizes and policies would\n\
+         bytes, each of which is checked. Nothing is computed. The line `by tier` is the server's own count, so\n\
+         it includes other engines. Unless --force is given, the server must be empty, and is cleared afterwards. `lmc sim` computes in seconds what other sizes and policies would\n\
          find. The exit code is 1 if a byte is wrong or a request fails.\n\n{}",
         trace::FORMAT
     )
@@ -67,6 +68,9 @@ struct Arguments {
     /// Tokens of a block of the trace; by default derived from its prompts.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     block_tokens: Option<u64>,
+    /// Unit of the times of the trace.
+    #[arg(long, value_name = "UNIT", value_enum, default_value_t = TimeUnit::Ms)]
+    time_unit: TimeUnit,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -147,7 +151,7 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<ExitCode> {
         "--speed: expected a number above 0"
     );
     let block_tokens = arguments.block_tokens.map(|tokens| tokens as usize);
-    let mut trace = Trace::read(&arguments.trace, block_tokens)?;
+    let mut trace = Trace::read(&arguments.trace, block_tokens, arguments.time_unit)?;
     if let Some(requests) = arguments.requests {
         trace
             .requests
@@ -161,9 +165,12 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<ExitCode> {
     )?;
     let plan = Arc::new(plan);
     let footprint = Footprint::before(&plan.args)?;
+    let before = TierTokens::of(footprint.url());
     let began = Instant::now();
     let played = play(&plan, arguments, &trace);
     let took = began.elapsed();
+    let after = TierTokens::of(footprint.url());
+    let tiers = before.and_then(|before| after?.shares_since(&before));
     let stored = played.as_ref().map_or(0, |tally| tally.counts.stored_bytes);
     footprint.clear(plan.args.url.port, stored);
     let tally = played?;
@@ -174,7 +181,7 @@ pub(crate) fn run(matches: &ArgMatches) -> Result<ExitCode> {
     if tally.counts.wrong_bytes > 0 {
         eprintln!("lmc replay: the server returned wrong bytes");
     }
-    let report = Report::of(&plan, tally, took);
+    let report = Report::of(&plan, tally, took, tiers);
     match arguments.json {
         true => outln!("{}", serde_json::to_string_pretty(&report.json(is_well))?),
         false => out!("{}", report.text(arguments)),
@@ -267,17 +274,20 @@ struct Report {
     took: f64,
     chunk_tokens: u64,
     counts: Counts,
+    /// Shares found in each tier; `None` if the server does not tell.
+    tiers: Option<TierShares>,
     lookup: Summary,
     retrieve: Summary,
     store: Summary,
 }
 
 impl Report {
-    fn of(plan: &Plan, tally: Tally, took: Duration) -> Self {
+    fn of(plan: &Plan, tally: Tally, took: Duration, tiers: Option<TierShares>) -> Self {
         Self {
             took: took.as_secs_f64(),
             chunk_tokens: plan.chunk_tokens as u64,
             counts: tally.counts,
+            tiers,
             lookup: tally.lookup.summary(),
             retrieve: tally.retrieve.summary(),
             store: tally.store.summary(),
@@ -317,6 +327,9 @@ impl Report {
                 self.chunk_tokens
             ),
         );
+        if let Some(tiers) = &self.tiers {
+            line("by tier", tiers.text());
+        }
         for (name, times, bytes) in [
             ("lookup", &self.lookup, None),
             ("retrieve", &self.retrieve, Some(counts.retrieved_bytes)),
@@ -367,6 +380,7 @@ impl Report {
             "chunks": counts.chunks,
             "found_chunks": counts.found,
             "found": self.found(),
+            "found_by_tier": self.tiers.as_ref().map(TierShares::json),
             "retrieved_bytes": counts.retrieved_bytes,
             "stored_bytes": counts.stored_bytes,
             "wrong_bytes": counts.wrong_bytes,

@@ -68,7 +68,7 @@ flags! {
     Ignore "l2-store-policy", "l2-prefetch-policy", "l2-prefetch-max-in-flight":
         "name folders on drives with --disk and --disk-size; lmc takes no adapters in JSON.";
     Ignore "periodic-notifier-interval-ms": "lmc wakes on events; there is no interval to set.";
-    Ignore "disable-observability", "disable-metrics", "disable-prometheus":
+    Ignore "disable-observability", "disable-metrics":
         "counters cost nothing measurable here; do not scrape /metrics if you do not want them.";
     Ignore "disable-grpc-metrics": "there is no gRPC here.";
     Ignore "disable-logging": "use --log-level error.";
@@ -77,8 +77,6 @@ flags! {
         "lmc does not record storage calls; use --request-log all, or --otlp-endpoint.";
     Ignore "event-bus-queue-size":
         "lmc has no event bus; --kv-event-log-size bounds the KV event stream.";
-    Ignore "prometheus-port":
-        "metrics are served at /metrics of the HTTP port; set it with --http-port.";
     Ignore "metrics-sample-rate": "lmc counts every operation; nothing is sampled.";
     Refuse "lookup-hash-log-dir": "lmc writes no file of hashes; subscribe to KV events instead.";
     Ignore "lookup-hash-log-rotation-interval", "lookup-hash-log-rotation-max-size",

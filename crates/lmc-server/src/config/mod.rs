@@ -33,7 +33,8 @@ pub use setting::{Group, Info, Raw, Secret, Shape};
 pub use settings::{
     ALL as ALL_SETTINGS, DiskSettings, PeersSettings, RemoteSettings, ServeConfig, TierSettings,
 };
-pub use size::{GIB, human_bytes, human_duration, parse_bytes, parse_duration};
+pub use size::{GIB, human_bytes, human_duration};
+pub(crate) use size::{parse_bytes, parse_duration};
 pub use suggest::nearest;
 
 #[cfg(test)]

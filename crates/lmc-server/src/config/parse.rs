@@ -328,6 +328,15 @@ pub(crate) fn port(raw: &Raw) -> Result<u16, String> {
         .map_err(|_| "expected a port number from 0 to 65535".to_owned())
 }
 
+pub(crate) fn optional_port(raw: &Raw) -> Result<Option<u16>, String> {
+    match raw.text()? {
+        text if text.eq_ignore_ascii_case("none") => Ok(None),
+        _ => port(raw)
+            .map(Some)
+            .map_err(|error| format!("{error}, or none")),
+    }
+}
+
 pub(crate) fn count<T>(raw: &Raw, least: T, most: T) -> Result<T, String>
 where
     T: FromStr + PartialOrd + Display,
@@ -691,6 +700,13 @@ pub struct RemoteUrl {
 }
 
 impl RemoteUrl {
+    /// Parses a URL. The error does not repeat it.
+    pub(crate) fn parse(text: &str) -> Result<Self, String> {
+        let shown = lmc_backend_remote::check_url(text).map_err(|error| error.to_string())?;
+        let url = text.to_owned();
+        Ok(Self { url, shown })
+    }
+
     /// Returns the URL with its login.
     pub(crate) fn with_secrets(&self) -> &str {
         &self.url
@@ -709,21 +725,10 @@ impl fmt::Debug for RemoteUrl {
     }
 }
 
-impl FromStr for RemoteUrl {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let shown = lmc_backend_remote::check_url(text).map_err(|error| error.to_string())?;
-        let url = text.to_owned();
-        Ok(Self { url, shown })
-    }
-}
-
 pub(crate) fn remote_url(raw: &Raw) -> Result<Option<RemoteUrl>, String> {
     match raw.text()? {
         text if text.is_empty() || text.eq_ignore_ascii_case("none") => Ok(None),
-        text => text
-            .parse()
+        text => RemoteUrl::parse(text)
             .map(Some)
             .map_err(|error| format!("{error}, or none")),
     }

@@ -52,6 +52,9 @@ impl ServeConfig {
             layers.read_file(&path);
         }
         let mut config = Self::take(&mut layers);
+        if config.disable_prometheus {
+            config.prometheus_port = None;
+        }
         config.cross_check(&mut layers);
         let disk = DiskSettings::take(&mut layers);
         disk.cross_check(&mut layers);
@@ -138,6 +141,22 @@ impl ServeConfig {
                     self.port
                 ),
             );
+        }
+        if let Some(metrics) = self.prometheus_port.filter(|port| *port != 0) {
+            if metrics == self.port {
+                layers.refuse(
+                    "prometheus-port",
+                    format!(
+                        "expected another port than --port {metrics}, which engines connect to"
+                    ),
+                );
+            }
+            if metrics == self.http_port && same_address(&self.host, &self.http_host) {
+                layers.refuse(
+                    "prometheus-port",
+                    format!("expected another port than --http-port {metrics}, which serves /metrics too"),
+                );
+            }
         }
         match (&self.http_tls_cert, &self.http_tls_key) {
             (Some(_), None) => layers.refuse("http-tls-cert", "requires --http-tls-key"),

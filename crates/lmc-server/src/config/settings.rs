@@ -127,6 +127,10 @@ settings! {
             http_tls_cert: Option<PathBuf> = "http-tls-cert", Value "FILE", "none", parse::optional_path;
             /// PEM file with the private key of --http-tls-cert. A file that other users may read is refused, as for --p2p-key.
             http_tls_key: Option<PathBuf> = "http-tls-key", Value "FILE", "none", parse::optional_path;
+            /// Port at the address of --host that answers GET /metrics and nothing else, for scrapers beyond this host; 0 lets the system choose, none opens no such port. LMCache's Kubernetes operator passes this flag and scrapes the port. Token, TLS and host names are those of the HTTP side. Without --http-token-file, everyone who reaches the port can read the metrics, with the names of models.
+            prometheus_port: Option<u16> = "prometheus-port", Value "PORT", "none", parse::optional_port;
+            /// Do not open the port of --prometheus-port. LMCache's Kubernetes operator passes this flag if its metrics are turned off.
+            disable_prometheus: bool = "disable-prometheus", Switch "BOOL", "false", parse::switch;
             /// Number of pairs of model and tenant that have series of their own in /metrics (lmc_tenant_*), in the order of their first use; all further pairs together are `other`. A tenant is named by the first 12 digits of its salt's digest, which changes with each start unless --p2p-key or --remote-key names a key. With 0 there are no such series.
             metrics_tenants: usize = "metrics-tenants", Value "N", "64", |raw| parse::count(raw, 0, 10_000);
         }

@@ -10,7 +10,7 @@ pub const GIB: u64 = 1 << 30;
 ///
 /// # Errors
 /// A text that says what was expected.
-pub fn parse_bytes(text: &str, unit: u64) -> Result<u64, String> {
+pub(crate) fn parse_bytes(text: &str, unit: u64) -> Result<u64, String> {
     let text = text.trim();
     let split = text
         .find(|c: char| c.is_ascii_alphabetic())
@@ -69,7 +69,7 @@ pub fn human_bytes(bytes: u64) -> String {
 ///
 /// # Errors
 /// A text that says what was expected.
-pub fn parse_duration(text: &str) -> Result<Duration, String> {
+pub(crate) fn parse_duration(text: &str) -> Result<Duration, String> {
     const EXPECTED: &str =
         "expected a number of seconds, or a duration such as 250ms, 10s, 5m, 1h or 30d";
     let text = text.trim();

@@ -3,20 +3,32 @@
 use std::fs;
 use std::io::ErrorKind;
 use std::net::{TcpListener, TcpStream, ToSocketAddrs as _};
-use std::path::Path;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use lmc_backend_disk::{DiskIo, check_io_uring, usable_bytes};
+use lmc_backend_remote::format::ClearsError;
+use lmc_backend_remote::{StoreOptions, open_store, read_clears};
 use lmc_memory::{ArenaConfig, Demand, own_uid};
 use rustix::fs::{Access, access, statfs};
+use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
+use tokio::runtime::Builder;
+use tokio_rustls::rustls::pki_types::UnixTime;
 
 use super::Finding;
-use crate::config::{DiskSettings, PoolSize, ServeConfig, human_bytes};
-use crate::{FreeMemory, choose_pool_size, limits, occupant};
+use crate::config::{
+    DiskSettings, PoolSize, RemoteSettings, RemoteUrl, ServeConfig, StateDir, human_bytes,
+};
+use crate::http::access::{Access as HttpAccess, check_times};
+use crate::text::error_text;
+use crate::tools::remote::explained;
+use crate::{FreeMemory, choose_pool_size, limits, occupant, remote, state};
 
 /// Longest wait for a peer.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// Longest wait for a shared store, and for the end of its connections.
+const STORE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Open files that a server with many engines, peers and segments of drives needs.
 const OPEN_FILES: usize = 4096;
 /// Bytes of the memory in which huge pages and NUMA nodes are tried.
@@ -58,9 +70,15 @@ pub(super) fn all(config: &ServeConfig) -> Vec<Finding> {
         config.http_port,
         "--http-port",
     ));
+    if let Some(number) = config.prometheus_port {
+        let (check, flag) = ("metrics port", "--prometheus-port");
+        findings.push(port(check, &config.host, number, flag));
+    }
     if let Some(path) = &config.ipc_path {
         findings.push(socket(path));
     }
+    findings.extend(http_files(config));
+    findings.push(state_folder(&config.state_dir, &state::usual_folders()));
     if let Some(settings) = config.disk() {
         findings.push(io_uring(settings.io));
         findings.extend(settings.folders.iter().map(|path| drive(path, settings)));
@@ -69,6 +87,10 @@ pub(super) fn all(config: &ServeConfig) -> Vec<Finding> {
         let peers = settings.peers.iter();
         findings.extend(peers.map(|at| peer(&at.host, at.port)));
     }
+    findings.extend(config.remotes().filter_map(|settings| {
+        let url = settings.url.as_ref()?;
+        Some(store(config, settings, url))
+    }));
     findings
 }
 
@@ -325,6 +347,70 @@ fn socket(path: &Path) -> Finding {
     }
 }
 
+/// Returns a folder, or if it does not exist the nearest of its parents that does.
+fn nearest_existing(path: &Path) -> &Path {
+    let nearest = path.ancestors().find(|path| path.exists());
+    nearest.unwrap_or(Path::new("."))
+}
+
+/// Checks that this user may create files in a folder.
+fn can_write(folder: &Path) -> Result<(), Errno> {
+    match folder.is_dir() {
+        true => access(folder, Access::WRITE_OK | Access::EXEC_OK),
+        false => Err(Errno::NOTDIR),
+    }
+}
+
+/// Checks the files of the HTTP side; `None` if the settings name none.
+fn http_files(config: &ServeConfig) -> Option<Finding> {
+    let check = "HTTP files";
+    let cert = config.http_tls_cert.as_deref();
+    let token = config.http_token_file.as_deref();
+    cert.or(token)?;
+    if let Err(error) = HttpAccess::read(config) {
+        // The error names the setting, the file and the remedy.
+        return Some(Finding::problem(check, error_text(&error), ""));
+    }
+    let times = cert.map_or(Ok(()), |path| check_times(path, UnixTime::now()));
+    Some(match times {
+        Ok(()) => Finding::ok(
+            check,
+            "token, certificate and key can be used, where they are named",
+        ),
+        Err(error) => Finding::problem(
+            check,
+            format!("--http-tls-cert: {}", error_text(&error)),
+            "renew the certificate; a running server reads it again with `lmc reload`",
+        ),
+    })
+}
+
+/// Checks the folder for clears and quotas. `usual` are the folders of `auto`.
+fn state_folder(chosen: &StateDir, usual: &[PathBuf]) -> Finding {
+    let check = "state folder";
+    let judged = |path: &Path| can_write(nearest_existing(path));
+    match chosen {
+        StateDir::None => Finding::ok(check, "not requested"),
+        StateDir::Path(path) => match judged(path) {
+            Ok(()) => Finding::ok(check, format!("{} can be written to", path.display())),
+            Err(error) => Finding::problem(
+                check,
+                format!("{} cannot be written to: {error}", path.display()),
+                "make the user of the server its owner (StateDirectory=), or name another folder with --state-dir",
+            ),
+        },
+        StateDir::Auto => match usual.iter().find(|path| judged(path).is_ok()) {
+            Some(path) => Finding::ok(check, format!("{} can be written to", path.display())),
+            None => Finding::warning(
+                check,
+                "none of the usual folders can be written to: a restart may lose clears, and loses quotas \
+                 that were set over HTTP",
+                "set --state-dir to a folder that the user of the server may write to",
+            ),
+        },
+    }
+}
+
 fn io_uring(io: DiskIo) -> Finding {
     let check = "io_uring";
     match (check_io_uring(), io) {
@@ -354,9 +440,8 @@ fn drive(path: &Path, settings: &DiskSettings) -> Finding {
         // The error names the folder already.
         Err(error) => return Finding::problem(check, error.to_string(), ""),
     };
-    let nearest = path.ancestors().find(|path| path.is_dir());
-    let nearest = nearest.unwrap_or(Path::new("."));
-    if let Err(error) = access(nearest, Access::WRITE_OK | Access::EXEC_OK) {
+    let nearest = nearest_existing(path);
+    if let Err(error) = can_write(nearest) {
         return Finding::problem(
             check,
             format!("{} cannot be written to: {error}", nearest.display()),
@@ -401,6 +486,45 @@ fn drive(path: &Path, settings: &DiskSettings) -> Finding {
     }
 }
 
+/// Opens a store and reads its clears, which a server does first.
+fn store(config: &ServeConfig, settings: &RemoteSettings, url: &RemoteUrl) -> Finding {
+    let check = "store";
+    if let Err(error) = remote::keys(config, Some(settings)) {
+        return Finding::problem(check, error_text(&error), "");
+    }
+    let runtime = match Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return Finding::problem(check, format!("cannot start: {error}"), ""),
+    };
+    let read = runtime.block_on(async {
+        let opened = open_store(url.with_secrets(), StoreOptions::default());
+        let store = opened.map_err(|error| error.to_string())?.store();
+        let deadline = || Instant::now() + STORE_TIMEOUT;
+        let read = read_clears(&*store, deadline()).await;
+        store.close(deadline()).await;
+        // The text has the remedy.
+        read.map_err(|error| explained(&error))
+    });
+    runtime.shutdown_background();
+    match read {
+        Ok(Ok(_)) => Finding::ok(
+            check,
+            format!("{url} answers; `lmc remote check` also writes to it"),
+        ),
+        Ok(Err(error @ ClearsError::Damaged)) => Finding::warning(
+            check,
+            format!("{url}: {error}, and all its chunks count as cleared"),
+            "start the server, which writes the object again",
+        ),
+        Ok(Err(error)) => Finding::problem(
+            check,
+            format!("{url}: {error}"),
+            "use one release of lmc with one store",
+        ),
+        Err(why) => Finding::problem(check, format!("{url}: {why}"), ""),
+    }
+}
+
 /// Connects to a peer, as the tier of peers does.
 fn peer(host: &str, port: u16) -> Finding {
     let check = "peer";
@@ -431,6 +555,8 @@ fn peer(host: &str, port: u16) -> Finding {
 
 #[cfg(test)]
 mod tests {
+    use lmc_testkit::Folder;
+
     use super::super::Verdict;
     use super::*;
 
@@ -483,6 +609,24 @@ mod tests {
             ..free
         };
         assert_eq!(memory(free, 17 * GIB, None).verdict, Verdict::Warning);
+    }
+
+    #[test]
+    fn a_state_folder_has_to_be_a_folder_and_without_any_restarts_forget() {
+        let folder = Folder::temporary();
+        let new = folder.join("a/b");
+        let file = folder.join("file");
+        fs::write(&file, "").expect("a file");
+        let verdict = |chosen: &StateDir, usual: &[PathBuf]| state_folder(chosen, usual).verdict;
+        let path = |path: &Path| StateDir::Path(path.to_owned());
+        assert_eq!(verdict(&path(&folder), &[]), Verdict::Ok);
+        assert_eq!(verdict(&path(&new), &[]), Verdict::Ok);
+        assert_eq!(verdict(&path(&file), &[]), Verdict::Problem);
+        assert_eq!(verdict(&path(&file.join("a")), &[]), Verdict::Problem);
+        assert_eq!(verdict(&StateDir::Auto, &[file.clone(), new]), Verdict::Ok);
+        assert_eq!(verdict(&StateDir::Auto, &[file]), Verdict::Warning);
+        assert_eq!(verdict(&StateDir::None, &[]), Verdict::Ok);
+        assert!(!folder.join("a").exists(), "it has created nothing");
     }
 
     #[test]

@@ -13,10 +13,12 @@ use lmc_transfer::read_secret;
 use lmc_vllm_adapter::TrustedUsers;
 use parking_lot::RwLock;
 use tokio_rustls::TlsAcceptor;
-use tokio_rustls::rustls::ServerConfig;
+use tokio_rustls::rustls::client::WebPkiServerVerifier;
+use tokio_rustls::rustls::client::danger::ServerCertVerifier as _;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject as _;
-use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
+use tokio_rustls::rustls::{CertificateError, Error, RootCertStore, ServerConfig};
 
 use crate::config::ServeConfig;
 
@@ -27,6 +29,8 @@ const LEAST_TOKEN: usize = 16;
 pub(crate) struct Access {
     pub(super) trusted_users: TrustedUsers,
     pub(super) token: Option<Token>,
+    /// Host names that requests may use, in lower case.
+    pub(super) host_names: Vec<String>,
     pub(super) tls: Option<TlsAcceptor>,
 }
 
@@ -47,8 +51,11 @@ impl Access {
             .http_tls_cert
             .as_deref()
             .zip(config.http_tls_key.as_deref());
+        let names = [&config.http_host].into_iter();
+        let names = names.chain(&config.http_allowed_hosts);
         Ok(Self {
             trusted_users: config.trusted_users.clone(),
+            host_names: names.map(|name| name.to_ascii_lowercase()).collect(),
             token: token.transpose().context("--http-token-file")?.map(Token),
             tls: tls.map(|(cert, key)| acceptor(cert, key)).transpose()?,
         })
@@ -135,6 +142,36 @@ pub(crate) fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>> 
     Ok(found)
 }
 
+/// Checks the times between which the first certificate of a file is valid. Clients refuse it outside of them.
+///
+/// # Errors
+/// The file cannot be read, or the certificate is expired or not valid yet.
+pub(crate) fn check_times(path: &Path, now: UnixTime) -> Result<()> {
+    let certificates = certificates(path)?;
+    let mut roots = RootCertStore::empty();
+    roots
+        .add(certificates[0].clone())
+        .with_context(|| format!("{}", path.display()))?;
+    let provider = Arc::new(ring::default_provider());
+    let verifier =
+        WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider).build()?;
+    let name = ServerName::try_from("localhost")?;
+    // The times are checked first. An error after them, such as an unknown issuer, says nothing about them.
+    let checked = verifier.verify_server_cert(&certificates[0], &[], &name, &[], now);
+    let Err(Error::InvalidCertificate(error)) = checked else {
+        return Ok(());
+    };
+    let is_of_times = matches!(
+        error,
+        CertificateError::Expired
+            | CertificateError::ExpiredContext { .. }
+            | CertificateError::NotValidYet
+            | CertificateError::NotValidYetContext { .. }
+    );
+    ensure!(!is_of_times, "{}: {error}", path.display());
+    Ok(())
+}
+
 fn acceptor(cert: &Path, key: &Path) -> Result<TlsAcceptor> {
     let certificates = certificates(cert).context("--http-tls-cert")?;
     let text = read_secret(key).context("--http-tls-key")?;
@@ -154,6 +191,7 @@ fn acceptor(cert: &Path, key: &Path) -> Result<TlsAcceptor> {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
+    use std::time::Duration;
 
     use axum::http::HeaderValue;
     use lmc_testkit::Folder;
@@ -191,6 +229,18 @@ mod tests {
         ] {
             assert!(!shows(values), "{values:?}");
         }
+    }
+
+    #[test]
+    fn a_certificate_is_valid_between_its_times() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/tls/server.crt");
+        let at = |seconds| {
+            let now = UnixTime::since_unix_epoch(Duration::from_secs(seconds));
+            check_times(Path::new(path), now)
+        };
+        assert!(check_times(Path::new(path), UnixTime::now()).is_ok());
+        assert!(at(0).is_err());
+        assert!(at(10_000 * 365 * 86_400).is_err());
     }
 
     #[test]

@@ -22,8 +22,7 @@ use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Request, StatusCode
 use lmc_vllm_adapter::{Trust, Untrusted};
 use tracing::warn;
 
-use super::access::Token;
-use crate::config::ServeConfig;
+use super::access::{Access, Token};
 
 const SEC_FETCH_SITE: HeaderName = HeaderName::from_static("sec-fetch-site");
 /// Shortest time between two warnings about refused requests.
@@ -40,56 +39,46 @@ impl ConnectionUser {
     }
 }
 
-/// The host names that requests may use, and the time of the last warning.
+/// Checks requests, and limits the warnings about refused requests.
 #[derive(Debug)]
 pub(crate) struct Guard {
-    /// Allowed host names, in lower case.
-    names: Vec<String>,
-    /// Remedy if another name is wanted.
+    /// Remedy if another host name is wanted.
     advice: &'static str,
     warned: Mutex<Option<Instant>>,
 }
 
 impl Guard {
-    pub(super) fn new(config: &ServeConfig) -> Self {
-        let configured = [&config.http_host].into_iter();
-        let names = configured.chain(&config.http_allowed_hosts);
-        Self {
-            names: names.map(|name| name.to_ascii_lowercase()).collect(),
-            advice: "add it with --http-allowed-host",
-            warned: Mutex::new(None),
-        }
+    pub(super) fn new() -> Self {
+        Self::with_advice("add it with --http-allowed-host")
     }
 
-    /// Creates a guard for a server that requests may name by address or as localhost only. `advice`
-    /// says how else to reach it.
-    pub(crate) fn without_names(advice: &'static str) -> Self {
+    /// Creates a guard whose refusals of host names end with this advice.
+    pub(crate) fn with_advice(advice: &'static str) -> Self {
         Self {
-            names: Vec::new(),
             advice,
             warned: Mutex::new(None),
         }
     }
 
-    /// Checks that no page of another site can have sent a request. Returns the code and the reason of
-    /// a refusal.
+    /// Checks that no page of another site can have sent a request to a server that requests may name by
+    /// address or as localhost only. Returns the code and the reason of a refusal.
     pub(crate) fn check_page<B>(&self, request: &Request<B>) -> Result<(), (StatusCode, String)> {
-        self.check_host(request)?;
+        self.check_host(request, &[])?;
         check_site(request.headers())
     }
 
     /// Checks a request of a connection's user. Returns the user that the request counts for, or the
-    /// code and the reason of the refusal. With a `token`, only trusted users of this host need no
-    /// token; a request with the token counts as a trusted user's.
+    /// code and the reason of the refusal. If `access` has a token, only trusted users of this host need
+    /// no token; a request with the token counts as a trusted user's.
     pub(super) fn check<B>(
         &self,
         request: &Request<B>,
         user: ConnectionUser,
-        token: Option<&Token>,
+        access: &Access,
     ) -> Result<ConnectionUser, (StatusCode, String)> {
-        let checked = self.check_host(request).and_then(|()| {
+        let checked = self.check_host(request, &access.host_names).and_then(|()| {
             check_site(request.headers())?;
-            let user = check_token(request, user, token)?;
+            let user = check_token(request, user, access.token.as_ref())?;
             check_user(request.method(), user)?;
             check_content_type(request.method(), request.headers())?;
             Ok(user)
@@ -102,14 +91,18 @@ impl Guard {
         checked
     }
 
-    fn check_host<B>(&self, request: &Request<B>) -> Result<(), (StatusCode, String)> {
+    fn check_host<B>(
+        &self,
+        request: &Request<B>,
+        names: &[String],
+    ) -> Result<(), (StatusCode, String)> {
         // A request line may name a host, too; its name then counts.
         let of_line = request.uri().authority().map(|named| named.as_str());
         let headers = request.headers().get_all(HOST).into_iter();
         let of_headers = headers.map(|host| host.to_str().unwrap_or("\u{fffd}"));
         // Without any host it is HTTP/1.0, which no browser speaks.
         for host in of_line.into_iter().chain(of_headers) {
-            if !self.is_ours(host) {
+            if !is_ours(host, names) {
                 let name = without_port(host);
                 let advice = self.advice;
                 let reason = format!(
@@ -119,17 +112,6 @@ impl Guard {
             }
         }
         Ok(())
-    }
-
-    fn is_ours(&self, host: &str) -> bool {
-        let name = without_port(host).to_ascii_lowercase();
-        let bare = name
-            .strip_prefix('[')
-            .and_then(|name| name.strip_suffix(']'));
-        // An attacker cannot make an address resolve to another address.
-        bare.unwrap_or(&name).parse::<IpAddr>().is_ok()
-            || name == "localhost"
-            || self.names.contains(&name)
     }
 
     fn may_warn(&self) -> bool {
@@ -142,6 +124,16 @@ impl Guard {
         }
         due
     }
+}
+
+/// Returns true for addresses, localhost, and these names in lower case.
+fn is_ours(host: &str, names: &[String]) -> bool {
+    let name = without_port(host).to_ascii_lowercase();
+    let bare = name
+        .strip_prefix('[')
+        .and_then(|name| name.strip_suffix(']'));
+    // An attacker cannot make an address resolve to another address.
+    bare.unwrap_or(&name).parse::<IpAddr>().is_ok() || name == "localhost" || names.contains(&name)
 }
 
 /// Refuses requests that the browser marks as coming from another site, or from another port of this host.
@@ -248,17 +240,19 @@ fn without_port(host: &str) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::ServeConfig;
 
-    fn guard() -> Guard {
+    fn access() -> Access {
         let mut config = ServeConfig::load([], [], None).expect("valid").config;
         config.http_host = "Node-7".to_owned();
         config.http_allowed_hosts = vec!["lmc.cache.svc".to_owned()];
-        Guard::new(&config)
+        let mut access = Access::read(&config).expect("no files");
+        access.token = Some(Token::new("0123456789abcdef"));
+        access
     }
 
     /// Returns the code of a refusal, or 0, and whether the request counts as a trusted user's.
     fn checked(user: Result<Trust, Untrusted>, line: &str, shown: Option<&str>) -> (u16, bool) {
-        let token = Token::new("0123456789abcdef");
         let (method, path) = line.split_once(' ').expect("a method and a path");
         let mut request = Request::builder().method(method).uri(path);
         request = request.header(CONTENT_TYPE, "application/json");
@@ -267,7 +261,7 @@ mod tests {
         }
         let request = request.body(()).expect("a request");
         let user = ConnectionUser(user);
-        match guard().check(&request, user, Some(&token)) {
+        match Guard::new().check(&request, user, &access()) {
             Ok(ConnectionUser(user)) => (0, user == Ok(Trust::User)),
             Err((code, _)) => (code.as_u16(), false),
         }
@@ -312,7 +306,7 @@ mod tests {
 
     #[test]
     fn addresses_and_names_that_were_configured_are_ours() {
-        let guard = guard();
+        let names = access().host_names;
         for host in [
             "127.0.0.1",
             "127.0.0.1:8080",
@@ -324,7 +318,7 @@ mod tests {
             "node-7:8080",
             "lmc.cache.svc",
         ] {
-            assert!(guard.is_ours(host), "{host}");
+            assert!(is_ours(host, &names), "{host}");
         }
         for host in [
             "",
@@ -339,7 +333,7 @@ mod tests {
             "localhost:x",
             "127.0.0.1@evil.example",
         ] {
-            assert!(!guard.is_ours(host), "{host}");
+            assert!(!is_ours(host, &names), "{host}");
         }
     }
 }

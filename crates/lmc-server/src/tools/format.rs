@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use crate::config::human_bytes;
 
-pub(super) fn list(value: &Value) -> &[Value] {
+pub(crate) fn list(value: &Value) -> &[Value] {
     value.as_array().map(Vec::as_slice).unwrap_or_default()
 }
 

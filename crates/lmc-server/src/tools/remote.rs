@@ -81,7 +81,7 @@ fn with_store<F: Future<Output = Result<()>>>(
     work: impl FnOnce(Target) -> F,
 ) -> Result<()> {
     // An error must not repeat the text, which may hold a password.
-    let url: RemoteUrl = url.url.parse().map_err(|error| anyhow!("URL: {error}"))?;
+    let url = RemoteUrl::parse(&url.url).map_err(|error| anyhow!("URL: {error}"))?;
     let runtime = Builder::new_current_thread().enable_all().build();
     let runtime = runtime.context("cannot start")?;
     let done = runtime.block_on(async {
@@ -125,7 +125,7 @@ fn memory(node: &RedisMemory) -> (bool, String) {
 }
 
 /// Returns the text of a store's error, with the remedy.
-fn explained(error: &StoreError) -> String {
+pub(crate) fn explained(error: &StoreError) -> String {
     let remedy = match error {
         // This error's text names the remedy.
         StoreError::Io(error) if error.kind() == ErrorKind::NotFound => return error.to_string(),

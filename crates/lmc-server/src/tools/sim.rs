@@ -18,7 +18,7 @@ use super::format::duration;
 use crate::bars;
 use crate::config::{GIB, human_bytes, parse_bytes, policy_name};
 use crate::stdout::{out, outln};
-use crate::trace::{self, Trace};
+use crate::trace::{self, TimeUnit, Trace};
 
 /// Returns the text after the help of the command.
 pub(super) fn help() -> String {
@@ -52,6 +52,9 @@ pub(crate) struct Arguments {
     /// Tokens of a block of the trace; by default derived from its prompts.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     block_tokens: Option<u64>,
+    /// Unit of the times of the trace.
+    #[arg(long, value_name = "UNIT", value_enum, default_value_t = TimeUnit::Ms)]
+    time_unit: TimeUnit,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -65,7 +68,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<()> {
     let mut reports = Vec::new();
     for path in &arguments.traces {
         let block_tokens = arguments.block_tokens.map(|tokens| tokens as usize);
-        let trace = Trace::read(path, block_tokens)?;
+        let trace = Trace::read(path, block_tokens, arguments.time_unit)?;
         let report = Report::of(path, &trace, arguments)?;
         match arguments.json {
             true => reports.push(report.json()),

@@ -316,6 +316,12 @@ fn a_trace_is_played_and_the_server_finds_what_the_simulation_says() {
         assert_eq!(played["wrong_bytes"], 0);
         let found = played["found"].as_f64().expect("a share");
         assert!((found - ceiling).abs() < 1e-9, "{mode}: {found} {ceiling}");
+        // There is no tier but memory.
+        let tiers = played["found_by_tier"].as_object().expect("shares");
+        assert!(
+            tiers.len() == 1 && is_near(&tiers["dram"], found),
+            "{played:#}"
+        );
         // Found chunks of both workers were read and checked.
         let chunks = played["found_chunks"].as_u64().expect("a number");
         assert_eq!(played["retrieved_bytes"], chunks * 2 * 16384, "{played:#}");
@@ -324,6 +330,44 @@ fn a_trace_is_played_and_the_server_finds_what_the_simulation_says() {
     }
     // It leaves an empty server as it was.
     assert_eq!(server.metric("lmc_chunks"), 0.0);
+}
+
+fn is_near(share: &Value, expected: f64) -> bool {
+    (share.as_f64().expect("a share") - expected).abs() < 1e-9
+}
+
+#[test]
+fn a_replay_says_which_tier_had_the_chunks() {
+    let drive = Folder::temporary();
+    let mut flags = crate::common::drive_flags(&drive, "512MiB").to_vec();
+    flags.extend(["--l1-size-gb", "2MiB", "--chunk-size", "32"]);
+    // The machine may be busy.
+    flags.extend(["--disk-read-timeout-seconds", "60"]);
+    let server = Server::start(&flags);
+    let folder = Folder::temporary();
+    // Forty prompts of 128 KiB, twice in turn: each is evicted from memory before it comes again.
+    let requests = (0..80_u64).map(|turn| {
+        let blocks: Vec<u64> = (0..4).map(|block| turn % 40 * 4 + block).collect();
+        let request = json!({"timestamp": turn, "input_length": 256, "hash_ids": blocks});
+        request.to_string() + "\n"
+    });
+    let trace = folder.join("trace.jsonl");
+    std::fs::write(&trace, requests.collect::<String>()).expect("a temporary folder");
+    let mut replay = crate::common::lmc();
+    replay
+        .arg("replay")
+        .arg(&trace)
+        .args(["--clients", "1", "--json", "--time-unit", "s"])
+        .args(["--url", &format!("tcp://127.0.0.1:{}", server.port)])
+        .args(["--http-url", &format!("127.0.0.1:{}", server.http)])
+        .args(["--layers", "2", "--hidden", "64"]);
+    let output = replay.output().expect("it runs");
+    let played = report(&output);
+    assert_eq!(output.status.code(), Some(0), "{played:#}");
+    let share = |tier: &str| played["found_by_tier"][tier].as_f64().expect("a share");
+    assert!(share("disk") > 0.0, "{played:#}");
+    let both = share("dram") + share("disk");
+    assert!(is_near(&played["found"], both), "{played:#}");
 }
 
 #[test]

@@ -4,11 +4,11 @@ use std::fs;
 use std::net::TcpListener;
 use std::process::{Command, Output};
 
-use lmc_testkit::Folder;
+use lmc_testkit::{Folder, free_port};
 use lmc_vllm_adapter::{Reply, Request};
 use serde_json::{Value, json};
 
-use crate::common::Server;
+use crate::common::{Server, ask};
 
 /// A server with chunks of 32 tokens.
 fn server(verb: &str, args: &[&str]) -> Server {
@@ -71,7 +71,7 @@ fn a_plan_is_that_of_the_page_and_its_reader_may_leave() {
 /// answer.
 #[test]
 fn passwords_of_the_command_line_are_shown_nowhere() {
-    let closed = lmc_testkit::free_port();
+    let closed = free_port();
     let server = server("serve", &[]);
     let (redis, dead, alive) = (
         "redis://user:marked'1@h",
@@ -114,11 +114,14 @@ fn passwords_of_the_command_line_are_shown_nowhere() {
 fn the_command_of_lmcaches_operator_starts_a_server() {
     let line = "--host 0.0.0.0 --l1-size-gb 0.0625 --chunk-size 256 --max-workers 1 \
                 --hash-algorithm blake3 --eviction-policy LRU --eviction-trigger-watermark 0.8 \
-                --eviction-ratio 0.2 --prometheus-port 9090 --disable-prometheus";
-    let args: Vec<&str> = line.split_whitespace().collect();
+                --eviction-ratio 0.2 --prometheus-port";
+    let metrics = free_port();
+    let port = metrics.to_string();
+    let args: Vec<&str> = line.split_whitespace().chain([port.as_str()]).collect();
     let server = Server::spawn_by(crate::common::lmc(), "server", &args);
-    server.line("--prometheus-port is a flag of LMCache's server and was ignored");
     server.line("listening for engines");
+    let (code, page) = ask(metrics, "GET", "/metrics", "");
+    assert_eq!(code, 200, "{page}");
     let mut client = server.client();
     let answer = client.ask(&Request::GetChunkSize).expect("an answer");
     assert_eq!(answer, Reply::Int(256));

@@ -1,8 +1,10 @@
 //! `lmc doctor` on the host that runs the tests.
 
+use std::fs;
 use std::net::TcpListener;
+use std::path::{Path, PathBuf};
 
-use lmc_testkit::{Folder, free_port};
+use lmc_testkit::{Folder, free_port, write_secret};
 use serde_json::Value;
 
 use crate::common::lmc;
@@ -28,6 +30,12 @@ fn doctor(args: &[&str]) -> (Option<i32>, Value) {
     )
 }
 
+fn data(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/data/tls")
+        .join(name)
+}
+
 /// Returns verdict, state and remedy of the only check with a name.
 fn check<'a>(found: &'a Value, name: &str) -> (&'a str, &'a str, &'a str) {
     let checks = found["checks"].as_array().expect("a list");
@@ -47,7 +55,27 @@ fn a_host_on_which_the_server_starts_has_no_problem() {
     // Paths of sockets are short.
     let run = Folder::temporary();
     let socket = run.join("lmc.sock");
+    let shared = Folder::temporary();
+    let store = format!("file://{}", shared.text());
+    let secrets = Folder::temporary();
+    let [token, key] = ["token", "key"].map(|name| secrets.join(name));
+    write_secret(&token, "0123456789abcdef\n");
+    let text = fs::read_to_string(data("server.key")).expect("a key");
+    write_secret(&key, &text);
+    let metrics = free_port().to_string();
     let (code, found) = doctor(&[
+        "--remote",
+        &store,
+        "--state-dir",
+        run.text(),
+        "--http-token-file",
+        token.to_str().expect("UTF-8"),
+        "--http-tls-cert",
+        data("server.crt").to_str().expect("UTF-8"),
+        "--http-tls-key",
+        key.to_str().expect("UTF-8"),
+        "--prometheus-port",
+        &metrics,
         "--disk",
         folder.text(),
         "--disk-create",
@@ -74,14 +102,20 @@ fn a_host_on_which_the_server_starts_has_no_problem() {
         "memlock",
         "port",
         "http port",
+        "metrics port",
         "socket",
+        "HTTP files",
+        "state folder",
         "peer",
+        "store",
     ] {
         assert_eq!(check(&found, name).0, "ok", "{found}");
     }
     // It has changed nothing.
-    let left = std::fs::read_dir(&*folder).expect("the folder").count();
-    assert_eq!(left, 0);
+    for folder in [&folder, &run, &shared] {
+        let left = fs::read_dir(&**folder).expect("the folder").count();
+        assert_eq!(left, 0);
+    }
 }
 
 #[test]
@@ -91,6 +125,10 @@ fn each_problem_names_its_cause_and_the_change_that_helps() {
     let closed = free_port();
     let peer = format!("127.0.0.1:{closed}");
     let folder = Folder::inside(env!("CARGO_TARGET_TMPDIR"));
+    let redis = format!("redis://user:marked@127.0.0.1:{closed}");
+    let token = folder.join("token");
+    write_secret(&token, "short\n");
+    let token = token.to_str().expect("UTF-8");
     for (args, name, in_found, in_remedy) in [
         (
             &["--port", &port][..],
@@ -130,12 +168,43 @@ fn each_problem_names_its_cause_and_the_change_that_helps() {
             "folder",
         ),
         (&["--numa-node", "1023"], "NUMA", "1023", ""),
+        (
+            &["--prometheus-port", &port],
+            "metrics port",
+            "is held by",
+            "--prometheus-port",
+        ),
+        (
+            &["--state-dir", "/dev/null/a"],
+            "state folder",
+            "/dev/null/a",
+            "--state-dir",
+        ),
+        (
+            &["--http-token-file", token],
+            "HTTP files",
+            "--http-token-file",
+            "",
+        ),
+        (
+            &["--remote", "file:///nonexistent/lmc"],
+            "store",
+            "/nonexistent/lmc",
+            "",
+        ),
+        (
+            &["--remote", &redis],
+            "store",
+            "check that the store runs",
+            "",
+        ),
     ] {
         let (code, found) = doctor(args);
         let (verdict, state, remedy) = check(&found, name);
         assert_eq!((code, verdict), (Some(1), "problem"), "{args:?}: {found}");
         assert!(state.contains(in_found), "{args:?}: {state}");
         assert!(remedy.contains(in_remedy), "{args:?}: {remedy}");
+        assert!(!found.to_string().contains("marked"), "{found}");
     }
 }
 

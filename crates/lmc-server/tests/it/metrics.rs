@@ -1,6 +1,8 @@
 //! The page `/metrics` of the real server: its format, and what its histograms count.
 
-use lmc_testkit::{Folder, until};
+use std::net::TcpListener;
+
+use lmc_testkit::{Folder, free_port, until};
 use lmc_vllm_adapter::{CacheKey, Client, Reply, Request};
 
 use crate::common::page::{Page, parse};
@@ -39,7 +41,21 @@ fn the_page_is_in_prometheus_strict_format() {
     let page = page(&server);
     let info = &page["lmc_build_info"].samples[0];
     assert_eq!(info.labels["version"], env!("CARGO_PKG_VERSION"));
+    assert_eq!(info.labels["lmcache"], lmc_vllm_adapter::LMCACHE_RELEASE);
+    assert_eq!(
+        info.labels["disk_format"],
+        lmc_backend_disk::FORMAT_VERSION.to_string()
+    );
+    assert!(info.labels["rustc"].starts_with("1."), "{info:?}");
     assert_eq!(info.value, 1.0);
+    let of_process = |name: &str| page[&format!("process_{name}")].samples[0].value;
+    assert!(of_process("cpu_seconds_total") >= 0.0);
+    // The pool of 16 MiB is touched in the background, so only the program is sure to be there.
+    assert!(of_process("resident_memory_bytes") > 1e6);
+    assert!((3.0..=of_process("max_fds")).contains(&of_process("open_fds")));
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    let now = now.expect("a later time").as_secs_f64();
+    assert!((-2.0..3600.0).contains(&(now - of_process("start_time_seconds"))));
     let has = |family: &str, what: &str| {
         let samples = &page[family].samples;
         samples.iter().any(|sample| sample.labels["what"] == what)
@@ -47,6 +63,37 @@ fn the_page_is_in_prometheus_strict_format() {
     assert!(has("lmc_tier_event_bytes_total", "written"));
     assert!(has("lmc_tier_events_total", "written"));
     assert!(!has("lmc_tier_events_total", "written_bytes"));
+}
+
+/// LMCache's operator passes `--prometheus-port`, and scrapes the metrics there from outside the pod.
+#[test]
+fn a_port_answers_metrics_and_nothing_else_unless_it_is_disabled() {
+    let port = free_port();
+    let number = port.to_string();
+    let flags = ["--host", "127.0.0.1", "--prometheus-port", &number];
+    let server = Server::start(&flags);
+    let (code, answer) = ask(port, "GET", "/metrics", "");
+    let (_, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
+    let page = parse(body).unwrap_or_else(|why| panic!("{why}"));
+    assert!(code == 200 && page.contains_key("lmc_chunks"), "{answer}");
+    for (line, expected) in [
+        ("GET /", 404),
+        ("GET /status", 404),
+        ("GET /healthz", 404),
+        ("GET /config", 404),
+        ("POST /cache/clear", 404),
+        ("POST /drain", 404),
+        ("POST /metrics", 405),
+    ] {
+        let (method, path) = line.split_once(' ').expect("a method and a path");
+        let (code, answer) = ask(port, method, path, "{}");
+        assert_eq!(code, expected, "{line}: {answer}");
+    }
+    server.terminate();
+    // The port is taken, and not needed.
+    let _taken = TcpListener::bind(("127.0.0.1", port)).expect("the server has left it");
+    let off = Server::start(&[&flags[..], &["--disable-prometheus"]].concat());
+    off.terminate();
 }
 
 #[test]

@@ -35,9 +35,10 @@ type Visit = fn(&str) -> bool;
 
 /// Every listener of a daemon: the setting that opens it, and a visit that returns true if the visitor
 /// is served. What is not in here has no gate.
-const VISITS: [(&str, Visit); 5] = [
+const VISITS: [(&str, Visit); 6] = [
     ("port", |at| noop(number(at)).is_some()),
     ("http-port", |at| may_change(number(at))),
+    ("prometheus-port", |at| passes_guard(number(at))),
     ("ipc-path", |at| maps_pool(Path::new(at))),
     ("p2p-listen", |at| says_its_name(number(at))),
     ("p2p-directory-listen", |at| says_its_name(number(at))),
@@ -107,17 +108,25 @@ impl Everywhere {
     /// # Panics
     /// If it listens at an address that has no visit.
     fn start(socket: &Path, flags: &[&str]) -> Self {
-        let [peers, directory] = [(); 2].map(|()| free_port().to_string());
+        let [peers, directory, metrics] = [(); 3].map(|()| free_port().to_string());
         let socket = socket.to_str().expect("text").to_owned();
         let at = |port: &str| format!("127.0.0.1:{port}");
         let (peers_at, directory_at) = (at(&peers), at(&directory));
-        let everywhere = ["--ipc-path", &socket, "--p2p-listen", &peers_at];
+        let everywhere = [
+            "--ipc-path",
+            &socket,
+            "--p2p-listen",
+            &peers_at,
+            "--prometheus-port",
+            &metrics,
+        ];
         let directory_flags = ["--p2p-directory-listen", &directory_at];
         let server = Server::start(&[&everywhere[..], &directory_flags, flags].concat());
         let listeners = VISITS.map(|(setting, _)| {
             let address = match setting {
                 "port" => server.port.to_string(),
                 "http-port" => server.http.to_string(),
+                "prometheus-port" => metrics.clone(),
                 "ipc-path" => socket.clone(),
                 "p2p-listen" => peers.clone(),
                 "p2p-directory-listen" => directory.clone(),
@@ -212,6 +221,14 @@ fn may_change(http: u16) -> bool {
         assert_eq!(ask(http, "GET", path, "").0, 200, "{path}");
     }
     !refused[0]
+}
+
+/// Returns false if the port for metrics refuses changes by this user. The port carries out no change.
+fn passes_guard(metrics: u16) -> bool {
+    assert_eq!(ask(metrics, "GET", "/metrics", "").0, 200);
+    let (code, answer) = ask(metrics, "POST", "/cache/clear", "{\"force\": true}");
+    assert!([403, 404].contains(&code), "{answer}");
+    code == 404
 }
 
 /// Returns true if the pool is passed over a Unix socket.
@@ -427,7 +444,7 @@ fn another_user_without_the_key_is_refused() {
         STRANGER,
     ];
     let everywhere = Everywhere::start(&folder.join("lmc.sock"), &key);
-    everywhere.visit(&["port", "http-port", "ipc-path"]);
+    everywhere.visit(&["port", "http-port", "prometheus-port", "ipc-path"]);
 }
 
 /// A daemon of another user with this one as its peer could read the pool, and a clear at that daemon

@@ -115,6 +115,22 @@ fn what_can_change_does_and_what_cannot_is_named() {
 }
 
 #[test]
+fn a_host_name_is_allowed_without_a_restart() {
+    let daemon = Daemon::start();
+    let named = || {
+        let url = format!("http://127.0.0.1:{}/livez", daemon.server.http);
+        let config = ureq::Agent::config_builder().http_status_as_error(false);
+        let agent: ureq::Agent = config.build().into();
+        let answer = agent.get(url).header("host", "lmc.cache.svc").call();
+        answer.expect("an answer").status().as_u16()
+    };
+    assert_eq!(named(), 403);
+    daemon.add_setting("http_allowed_host = \"lmc.cache.svc\"");
+    assert_eq!(daemon.reloads(), "changed: http-allowed-host\n");
+    assert_eq!(named(), 200);
+}
+
+#[test]
 fn an_error_changes_nothing() {
     let daemon = Daemon::start();
     daemon.add_setting("log_level = \"debug\"");
