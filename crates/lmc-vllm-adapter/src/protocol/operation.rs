@@ -208,9 +208,9 @@ pub struct CacheKey {
 #[cfg(feature = "service")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Naming {
-    /// By the server, which hashes the tokens.
+    /// Hashes that the server computes from the tokens.
     Tokens,
-    /// By the engine's own block hashes.
+    /// The engine's own block hashes.
     EngineHashes,
 }
 

@@ -56,7 +56,7 @@ fn what_one_engine_stores_another_loads_byte_for_byte() {
 
 /// Chunks that engines with another hash mode have stored were misses like any others.
 #[test]
-fn an_engine_that_names_chunks_in_another_way_than_the_others_is_told() {
+fn an_engine_that_names_chunks_in_another_way_than_the_others_is_named() {
     let server = Server::start();
     let missed = || {
         let counts = server.status().counts;
