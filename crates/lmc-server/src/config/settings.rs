@@ -131,7 +131,7 @@ settings! {
             prometheus_port: Option<u16> = "prometheus-port", Value "PORT", "none", parse::optional_port;
             /// Do not open the port of --prometheus-port. LMCache's Kubernetes operator passes this flag if its metrics are turned off.
             disable_prometheus: bool = "disable-prometheus", Switch "BOOL", "false", parse::switch;
-            /// Number of pairs of model and tenant that have series of their own in /metrics (lmc_tenant_*), in the order of their first use; all further pairs together are `other`. A tenant is named by the first 12 digits of its salt's digest, which changes with each start unless --p2p-key or --remote-key names a key. With 0 there are no such series.
+            /// Number of pairs of model and tenant that have series of their own in /metrics (lmc_tenant_*), in the order of their first use; all further pairs together are `other`. A new pair replaces a pair that has had no request for 10 minutes and has no chunks in memory, whose counts then belong to `other`. A tenant is named by the first 12 digits of its salt's digest, which changes with each start unless --p2p-key or --remote-key names a key. With 0 there are no such series.
             metrics_tenants: usize = "metrics-tenants", Value "N", "64", |raw| parse::count(raw, 0, 10_000);
         }
         Identity {

@@ -63,8 +63,9 @@ pub struct ServiceConfig {
     /// Requests that the log shows, each with the reason of its misses. Default:
     /// [`RequestLog::Slow`].
     pub request_log: RequestLog,
-    /// Pairs of model and tenant that have counters of their own; all further pairs share one set.
-    /// With 0 nothing is counted. Default: 64.
+    /// Pairs of model and tenant that have counters of their own; all further pairs share one set. A
+    /// new pair replaces a pair that has been idle for 10 minutes and has no chunks in DRAM. With 0
+    /// nothing is counted. Default: 64.
     pub max_usages: usize,
     /// Sessions at a time. Default: 65,536.
     pub max_sessions: usize,

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::time::Instant;
 
 use lmc_engine::{CacheEngine, Change, ChunkEvent, DRAM, EventSink, FingerprintTable, TenantId};
 use lmc_key::{ChunkHash, KeySpace, LayoutFingerprint, Salt, SpaceId};
@@ -88,6 +89,17 @@ impl Default for Table {
 }
 
 impl Table {
+    /// Returns the bytes of chunks in DRAM for each model and tenant.
+    fn held_bytes(&self) -> HeldBytes {
+        let mut held = HeldBytes::default();
+        for space in self.spaces.values() {
+            if let Some((usage, chunk_bytes)) = &space.usage {
+                held.add(usage, space.chunks() * chunk_bytes);
+            }
+        }
+        held
+    }
+
     /// Returns a space's entry, which is added if missing.
     fn entry(&mut self, space: SpaceId, model: &str) -> &mut Space {
         if self.spaces.len() > self.purge_spaces_above {
@@ -196,34 +208,43 @@ impl Spaces {
     /// Counts the chunks of a described space, of this many bytes each, for its model and tenant.
     pub(crate) fn count_usage(&self, space: SpaceId, chunk_bytes: u64) {
         let mut table = self.table.write();
-        let Some(space) = table.spaces.get_mut(&space) else {
+        let Some(known) = table.spaces.get(&space) else {
             return;
         };
-        if let Some(description) = &space.description {
-            let usage = self.usages.of(&space.model, &description.salt);
-            space.usage = usage.map(|usage| (usage, chunk_bytes));
+        let Some(description) = &known.description else {
+            return;
+        };
+        let held = || table.held_bytes();
+        let usage = (self.usages).of(&known.model, &description.salt, Instant::now(), held);
+        if let Some(known) = table.spaces.get_mut(&space) {
+            known.usage = usage.map(|usage| (usage, chunk_bytes));
         }
     }
 
-    /// Returns the counters of a space's model and tenant, or the common ones for an unknown space;
-    /// `None` if nothing is counted.
+    /// Returns the counters of a space's model and tenant for a request, or the common ones for an unknown
+    /// space; `None` if nothing is counted.
     pub(crate) fn usage(&self, space: Option<SpaceId>) -> Option<Arc<Usage>> {
         let others = self.usages.others()?;
-        let table = self.table.read();
-        let known = space.and_then(|space| table.spaces.get(&space)?.usage.as_ref());
-        Some(known.map_or(others, |(usage, _)| Arc::clone(usage)))
+        let known = |space| {
+            let table = self.table.read();
+            table.spaces.get(&space)?.usage.clone()
+        };
+        let Some(space) = space else {
+            return Some(others);
+        };
+        let mut usage = known(space);
+        if let Some((_, chunk_bytes)) = usage.as_ref().filter(|(usage, _)| usage.is_replaced()) {
+            self.count_usage(space, *chunk_bytes);
+            usage = known(space);
+        }
+        let usage = usage.map_or(others, |(usage, _)| usage);
+        usage.note_use(Instant::now());
+        Some(usage)
     }
 
     /// Returns the counts of each model and tenant.
     pub(crate) fn usage_status(&self) -> Vec<UsageStatus> {
-        let mut held = HeldBytes::default();
-        let table = self.table.read();
-        for space in table.spaces.values() {
-            if let Some((usage, chunk_bytes)) = &space.usage {
-                held.add(usage, space.chunks() * chunk_bytes);
-            }
-        }
-        drop(table);
+        let held = self.table.read().held_bytes();
         self.usages.status(&held)
     }
 
