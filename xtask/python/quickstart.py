@@ -5,19 +5,17 @@ import importlib.metadata
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 
 from checks import check, skip
 from harness import HERE, START_DEADLINE, Child, eventually
 from own_models import make
 
 PAGE = os.path.join(HERE, "..", "..", "docs", "quickstart.md")
-# What the page adds for engines on CPUs.
-ON_CPU = "--dtype float32 --enforce-eager --max-model-len 4096"
 CPU_SPACE_GIB = 1
 
 
@@ -39,17 +37,20 @@ class Newcomer:
     def __init__(self, run, model, stack):
         with open(PAGE) as page:
             text = page.read()
-        self.blocks = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-        check("quickstart: the page has the settings for a CPU",
-              ON_CPU in text and f"VLLM_CPU_KVCACHE_SPACE={CPU_SPACE_GIB}\n" in text)
+        blocks = re.findall(r"^ *```\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+        self.blocks = [textwrap.dedent(block) for block in blocks]
+        settings, self.on_cpu = self.block("export MODEL=Qwen/Qwen3-0.6B").splitlines()
+        check("quickstart: the page gives an engine on a CPU its memory",
+              settings.endswith(f" VLLM_CPU_KVCACHE_SPACE={CPU_SPACE_GIB}"), settings)
+        check("quickstart: the two lines for vLLM differ in nothing but the flags for a CPU",
+              re.sub(r" --dtype .* 4096", "", self.on_cpu) == self.block("vllm serve").strip(), self.on_cpu)
         for package in ("vllm", "lmcache"):
             version = importlib.metadata.version("vllm-cpu" if package == "vllm" else package)
             check(f"quickstart: the page installs the version of {package} that is tested here",
-                  f"{package}=={version}" in self.block("cargo build"), version)
+                  f"{package}=={version}" in self.block("pip install"), version)
         self.model, self.stack = model, stack
         self.folder = stack.enter_context(tempfile.TemporaryDirectory())
         os.symlink(os.path.abspath(run.args.server_bin), os.path.join(self.folder, "lmc"))
-        self.data = os.path.join(self.folder, "data")
         path = [self.folder, os.path.dirname(sys.executable), os.environ["PATH"]]
         self.env = dict(os.environ, PATH=":".join(path), HOME=self.folder,
                         VLLM_CPU_KVCACHE_SPACE=str(CPU_SPACE_GIB), OMP_NUM_THREADS="1", MODEL=model,
@@ -69,7 +70,7 @@ class Newcomer:
 
     def typed(self, commands):
         """A shell in the network that runs commands of the page."""
-        commands = commands.replace("/data/lmc", self.data).replace("20GiB", "1GiB")
+        commands = commands.replace("20GiB", "1GiB")
         return ["nsenter", f"--net=/proc/{self.network.process.pid}/ns/net", "sh", "-c",
                 f"cd {self.folder} && {commands}"]
 
@@ -88,8 +89,7 @@ class Newcomer:
         return child
 
     def engine(self):
-        return self.starts("vllm", self.block("vllm serve").rstrip() + f" {ON_CPU}",
-                           "curl -sf localhost:8000/health && echo up")
+        return self.starts("vllm", self.on_cpu, "curl -sf localhost:8000/health && echo up")
 
     def play(self):
         check("quickstart: `lmc doctor` looks at the host", "memory" in self.said(self.block("lmc doctor")))
@@ -115,7 +115,6 @@ class Newcomer:
               hits == page, hits)
         server.kill(signal.SIGINT)
         create, again = [block for block in self.blocks if block.startswith("lmc serve --disk")]
-        shutil.rmtree(self.data, ignore_errors=True)
         server = self.starts("server", create, "lmc status 2> /dev/null")
         eventually(lambda: self.workers())
         check("quickstart: the engine comes back to a restarted server", self.workers())

@@ -316,7 +316,7 @@ mod tests {
         drop(b);
         assert_eq!(shown(), expected(15));
         assert_eq!(shown(), expected(15), "its counts are added once");
-        // It comes back as a new pair, in the place of the next idle one.
+        // It comes back as a new pair, which replaces the next idle one.
         assert_eq!(
             of("b", 1_400, Some(&a))
                 .lookup_tokens
