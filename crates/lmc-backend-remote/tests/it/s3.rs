@@ -368,7 +368,7 @@ fn is_taken_out_and_back(kind: Kind) {
     until("the tier is back", || rig.is_back());
     if let Kind::Moto = kind {
         assert_eq!(rig.hits(0..20), 0, "it forgot them");
-        rig.write_after_loss(0..20);
+        rig.write(0..20);
     }
     assert_eq!(rig.hits(0..20), 20);
     server.process.stop();
