@@ -366,19 +366,6 @@ fn stores_that_are_not_committed_are_stuck() {
     fires_while(&scrape(&server), &["LmcTransfersStuck"]);
 }
 
-/// A server has slots in quarantine after the kernel's io_uring has failed with reads under way. No test can
-/// cause this from outside, so the test sets the gauge of a real page.
-#[test]
-#[ignore = "needs promtool: cargo xtask test-alerts"]
-fn slots_that_stay_in_quarantine_are_seen() {
-    let server = Server::start(&[]);
-    let mut page = scrape(&server);
-    let gauge = |sample: &&mut Sample| sample.name == "lmc_quarantined_slots";
-    let gauges = page.iter_mut().flatten().filter(gauge);
-    assert_eq!(gauges.map(|gauge| gauge.value = 2.0).count(), 1);
-    fires_while(&page, &["LmcSlotsQuarantined"]);
-}
-
 #[test]
 #[ignore = "needs promtool: cargo xtask test-alerts"]
 fn a_server_that_stays_drained_was_forgotten() {
