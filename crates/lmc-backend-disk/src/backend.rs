@@ -19,6 +19,7 @@ use crate::counters::{DiskCounters, DiskStats};
 use crate::drive::Drive;
 use crate::drive_set::{DriveSet, missing_text};
 use crate::format::blocks;
+use crate::index::EntryRef;
 use crate::set::SetMember;
 use crate::spaces::{Unreachable, UnreachableSegment};
 use crate::timer::Timer;
@@ -38,20 +39,19 @@ pub struct DiskBackend {
     unreachable_segments: Mutex<Vec<UnreachableSegment>>,
     counters: DiskCounters,
     timer: Timer,
-    /// Handle of the chunks of each drive.
-    handles: Vec<Handle>,
 }
 
-/// The drive that had a chunk when it was located, in a [`Handle`].
+/// The place of a chunk when it was located, in a [`Handle`].
 #[derive(Clone, Copy)]
-struct OnDrive(usize);
+struct OnDrive {
+    /// Index of the drive.
+    drive: usize,
+    entry: EntryRef,
+}
 
 impl DiskBackend {
     pub(crate) fn new(drives: Vec<Drive>, set: DriveSet) -> io::Result<Self> {
         Ok(Self {
-            handles: (0..drives.len())
-                .map(|drive| Handle::new(OnDrive(drive)))
-                .collect(),
             drives: drives.into(),
             set,
             unreachable: Vec::new(),
@@ -126,31 +126,34 @@ impl DiskBackend {
         self.drives.iter().all(Drive::closed)
     }
 
-    /// Returns the drive for new chunks with this key: the first working drive in the key's order.
-    fn home(&self, key: &ChunkKey) -> Option<usize> {
+    /// Returns the drives in a key's order: new chunks are stored on the first of them that works.
+    fn order(&self, key: &ChunkKey) -> impl Iterator<Item = usize> + use<> {
         let hash = key.hash.as_bytes();
         let hash = u64::from_le_bytes(hash[8..16].try_into().expect("eight bytes of 32"));
         let count = self.drives.len();
         let first = hash as usize % count;
-        (0..count)
-            .map(|step| (first + step) % count)
-            .find(|&drive| self.drives[drive].unavailable().is_none())
+        (0..count).map(move |step| (first + step) % count)
     }
 
-    /// Returns the drive that had a chunk when it was located, if it works. The drive's load finds the chunk.
-    fn located(&self, item: &LoadItem) -> Option<usize> {
-        let OnDrive(drive) = *item.handle.as_ref()?.get()?;
-        let works = |drive: &Drive| drive.unavailable().is_none();
-        self.drives.get(drive).is_some_and(works).then_some(drive)
+    /// Returns the drive for new chunks with this key.
+    fn home(&self, key: &ChunkKey) -> Option<usize> {
+        let works = |&drive: &usize| self.drives[drive].unavailable().is_none();
+        self.order(key).find(works)
     }
 
-    /// Returns the working drive that has a chunk, and the chunk's length.
-    fn find(&self, key: &ChunkKey) -> Option<(usize, u64)> {
-        self.drives.iter().enumerate().find_map(|(number, drive)| {
-            drive
-                .find(key)
-                .filter(|_| drive.unavailable().is_none())
-                .map(|len| (number, len))
+    /// Returns the place of a chunk when it was located, if the drive works.
+    fn located(&self, item: &LoadItem) -> Option<OnDrive> {
+        let located: OnDrive = *item.handle.as_ref()?.get()?;
+        let drive = self.drives.get(located.drive)?;
+        drive.unavailable().is_none().then_some(located)
+    }
+
+    /// Returns the place of a chunk on a working drive, and the chunk's length.
+    fn find(&self, key: &ChunkKey) -> Option<(OnDrive, u64)> {
+        self.order(key).find_map(|drive| {
+            let (entry, len) = self.drives[drive].find(key)?;
+            let works = self.drives[drive].unavailable().is_none();
+            works.then_some((OnDrive { drive, entry }, len))
         })
     }
 
@@ -194,12 +197,12 @@ impl DiskBackend {
             }
             // A chunk that no drive has is loaded from a working drive, which answers with a miss or with
             // closed.
-            let drive = (self.located(&item))
-                .or_else(|| self.find(&item.key).map(|(drive, _)| drive))
-                .or_else(|| self.home(&item.key))
-                .unwrap_or(0);
+            let found = (self.located(&item)).or_else(|| Some(self.find(&item.key)?.0));
+            let drive = found.map(|found| found.drive);
+            let drive = drive.or_else(|| self.home(&item.key)).unwrap_or(0);
             on.push(drive);
-            self.drives[drive].load(item, (Arc::clone(&batch), index));
+            let entry = found.map(|found| found.entry);
+            self.drives[drive].load(item, entry, (Arc::clone(&batch), index));
         }
         let late = move |missing: Vec<usize>| {
             let late = self.late(missing.iter().map(|&index| on[index]));
@@ -228,7 +231,7 @@ impl DiskBackend {
             let (drive, refusal) = match (self.find(&item.key), self.home(&item.key)) {
                 _ if self.closed() => (0, Some(Err(BackendError::Closed))),
                 _ if Instant::now() >= deadline => (0, Some(Err(BackendError::Deadline))),
-                (Some((drive, _)), _) => (drive, Some(Ok(Stored::Present))),
+                (Some((found, _)), _) => (found.drive, Some(Ok(Stored::Present))),
                 (None, None) => {
                     let out = self.drives[0].unavailable();
                     let out = out.map_or(Ok(Stored::Declined), |out| Err(out.into()));
@@ -318,11 +321,11 @@ impl LocalIndex for DiskBackend {
         let located = |key: &ChunkKey| match (closed, &out) {
             (true, _) => Err(BackendError::Closed),
             (false, Some(out)) => Err(out.clone().into()),
-            (false, None) => Ok(self.find(key).map_or(Located::Absent, |(number, len)| {
-                let drive = &self.drives[number];
+            (false, None) => Ok(self.find(key).map_or(Located::Absent, |(found, len)| {
+                let drive = &self.drives[found.drive];
                 let cost = drive.read_time((1 + blocks(len)) * BLOCK);
                 let location = Location::new(len).with_cost(cost);
-                Located::Present(location.with_handle(self.handles[number].clone()))
+                Located::Present(location.with_handle(Handle::new(found)))
             })),
         };
         keys.iter().map(located).collect()

@@ -32,6 +32,16 @@ struct Entry {
     at: u32,
 }
 
+/// Reference to the entry of a chunk that was found. It leads to the chunk until the chunk is removed or moved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct EntryRef {
+    segment: u32,
+    /// Index in the segment's list.
+    at: u32,
+    /// Number of the use of the segment.
+    generation: u64,
+}
+
 fn hash_of(key: &ChunkKey) -> u64 {
     let mut bytes = [0; 52];
     bytes[..16].copy_from_slice(key.space.as_bytes());
@@ -127,6 +137,8 @@ pub(crate) struct Index {
 thread_local! {
     /// Number of segments and chunks that listings and snapshots of this thread have visited.
     static VISITED: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+    /// Number of searches for a key by this thread.
+    pub(crate) static SEARCHES: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
 /// Passes the entries through; tests count the visited ones.
@@ -547,8 +559,15 @@ impl Index {
         self.full.remove(at)
     }
 
-    /// Returns the entry of a chunk, if it is present.
+    /// Returns the record of a chunk, if it is present.
     pub(crate) fn find(&self, key: &ChunkKey) -> Option<PutRecord> {
+        self.find_entry(key).map(|(_, found)| found)
+    }
+
+    /// Returns the record of a chunk, if it is present, and the entry that leads to it without a search.
+    pub(crate) fn find_entry(&self, key: &ChunkKey) -> Option<(EntryRef, PutRecord)> {
+        #[cfg(test)]
+        SEARCHES.set(SEARCHES.get() + 1);
         let hash = hash_of(key);
         let locate = |entry: &Entry| {
             let segment = &self.segments[entry.segment as usize];
@@ -558,7 +577,20 @@ impl Index {
             entry.hash == hash && locate(entry).1.key == *key
         })?;
         let (segment, chunk) = locate(found);
-        Some(segment.record(found.segment, chunk))
+        let entry = EntryRef {
+            segment: found.segment,
+            at: found.at,
+            generation: segment.generation,
+        };
+        Some((entry, segment.record(found.segment, chunk)))
+    }
+
+    /// Returns the record of a chunk that was found at `entry`; `None` if the chunk is no longer there.
+    pub(crate) fn record_at(&self, entry: EntryRef, key: &ChunkKey) -> Option<PutRecord> {
+        let segment = self.segments.get(entry.segment as usize)?;
+        let chunk = segment.list.get(entry.at as usize)?;
+        let is_it = segment.generation == entry.generation && chunk.len > 0 && chunk.key == *key;
+        is_it.then(|| segment.record(entry.segment, chunk))
     }
 
     /// Removes a chunk whose bytes turned out to be wrong, if it is still at this location.

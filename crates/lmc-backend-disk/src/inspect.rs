@@ -132,7 +132,7 @@ impl DiskBackend {
         // Read from this drive: another drive may have other bytes under the same key.
         let batch = AnswerBatch::new(1);
         let item = LoadItem::new(put.key, slot);
-        drive.load(item, (Arc::clone(&batch), 0));
+        drive.load(item, None, (Arc::clone(&batch), 0));
         let late = || Loaded::Failed {
             error: BackendError::Deadline,
             slot: FailedSlot::Quarantined,

@@ -13,6 +13,7 @@ use super::state::DriveCore;
 use crate::batch::AnswerBatch;
 use crate::counters::count;
 use crate::format::{ChunkHeader, PutRecord, blocks, payload_sum};
+use crate::index::EntryRef;
 use crate::volume::{AlignedBuf, BLOCK, Buf, Done, Kind, SlotPart, VolumeOp, is_abandoned};
 
 /// Least bytes of a part of a payload. Parts are read concurrently. One thread receives their completions and
@@ -116,8 +117,8 @@ impl ChunkReader {
         self.rate.time(bytes)
     }
 
-    /// Starts to read a chunk; `waiter` gets the outcome.
-    pub(super) fn load(self: &Arc<Self>, item: LoadItem, waiter: Waiter) {
+    /// Starts to read a chunk, which was found at `entry` if given; `waiter` gets the outcome.
+    pub(super) fn load(self: &Arc<Self>, item: LoadItem, entry: Option<EntryRef>, waiter: Waiter) {
         let LoadItem { key, slot, .. } = item;
         let answer = |loaded| waiter.0.answer(waiter.1, loaded);
         let failed = |error, slot| Loaded::Failed {
@@ -129,7 +130,9 @@ impl ChunkReader {
             if state.closed {
                 return answer(failed(BackendError::Closed, slot));
             }
-            let Some(found) = state.index.find(&key) else {
+            let found = entry.and_then(|entry| state.index.record_at(entry, &key));
+            // A chunk may have been moved meanwhile.
+            let Some(found) = found.or_else(|| state.index.find(&key)) else {
                 count(&self.core.counters.missed, 1);
                 return answer(Loaded::Miss(slot));
             };

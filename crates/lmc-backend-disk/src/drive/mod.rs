@@ -45,7 +45,7 @@ use crate::counters::{DiskCounters, count};
 use crate::files::{HEADER_NAME, open_segment, read_file, replace_file};
 use crate::format::{DriveHeader, PutRecord, Record};
 use crate::id::hex;
-use crate::index::{IndexUsage, Segment};
+use crate::index::{EntryRef, IndexUsage, Segment};
 use crate::set::{SET_NAME, SetRecord};
 use crate::spaces::{SPACES_NAME, SpaceUsage, SpacesRecord, attribute};
 use crate::status::{DriveStatus, SegmentStatus};
@@ -175,9 +175,10 @@ impl Drive {
         self.core.condition.report_to(events.clone());
     }
 
-    pub(crate) fn find(&self, key: &ChunkKey) -> Option<u64> {
+    pub(crate) fn find(&self, key: &ChunkKey) -> Option<(EntryRef, u64)> {
         let state = self.core.state.lock();
-        state.index.find(key).map(|found| found.len)
+        let found = state.index.find_entry(key);
+        found.map(|(entry, found)| (entry, found.len))
     }
 
     pub(crate) fn list(&self, after: Option<(u32, u32)>, limit: usize) -> Vec<PutRecord> {
@@ -309,8 +310,13 @@ impl Drive {
     }
 
     /// Starts to read a chunk; `waiter` gets the outcome.
-    pub(crate) fn load(&self, item: LoadItem, waiter: (Arc<AnswerBatch<Loaded>>, usize)) {
-        self.reader.load(item, waiter);
+    pub(crate) fn load(
+        &self,
+        item: LoadItem,
+        entry: Option<EntryRef>,
+        waiter: (Arc<AnswerBatch<Loaded>>, usize),
+    ) {
+        self.reader.load(item, entry, waiter);
     }
 
     /// Starts to write a stored chunk to another location, as [`ChunkWriter::relocate`] does.

@@ -297,3 +297,44 @@ fn events_tell_which_chunks_are_there_however_they_come_and_go() {
         assert!(index.usage().evicted_chunks > 0, "seed {seed}");
     }
 }
+
+/// A reference leads to the chunk that was found, and to no other chunk: not after a removal, not after the chunk
+/// was moved, and not in the segment's next use.
+#[test]
+fn a_reference_to_an_entry_leads_to_its_chunk_or_to_none() {
+    for seed in 0..rounds(10, 200) as u64 {
+        let mut rng = Rng::new(seed);
+        let mut index = filled(6, 8);
+        assert_eq!(index.set_made(&(0..6).collect::<Vec<_>>()), []);
+        let mut kept = Vec::new();
+        for step in 0..400 {
+            let key = test_key(rng.below(60));
+            kept.extend(index.find_entry(&key));
+            match rng.below(100) {
+                0 => drop(index.clear(ClearsId::new([step as u8; 16]))),
+                1..3 => drop(index.give_up()),
+                3..30 => drop(index.remove(&key)),
+                _ => {
+                    let extent = match index.allocate(96 << 20, false, None) {
+                        Allocation::Extent(extent) | Allocation::Begun { extent, .. } => extent,
+                        other => panic!("{other:?}"),
+                    };
+                    assert!(index.apply(&Record::Put(PutRecord {
+                        key,
+                        location: extent.location,
+                        len: 96 << 20,
+                        payload_sum: 0,
+                    })));
+                }
+            }
+            for (entry, before) in &kept {
+                let now = index.find_entry(&before.key);
+                let expected = now.filter(|(now, _)| now == entry).map(|(_, found)| found);
+                let led = index.record_at(*entry, &before.key);
+                assert_eq!(led, expected, "seed {seed}, step {step}");
+                assert_eq!(index.record_at(*entry, &test_key(61)), None);
+            }
+        }
+        assert!(kept.len() > 50, "seed {seed}");
+    }
+}

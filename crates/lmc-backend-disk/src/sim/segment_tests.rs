@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lmc_backend::conformance::{block_on, check_value, lens_of, load_batch, store_batch, test_key};
-use lmc_backend::{Backend, LoadItem, Loaded, StoreItem, Stored, WriteBackend};
+use lmc_backend::{Backend, Handle, LoadItem, Loaded, StoreItem, Stored, WriteBackend};
+use lmc_key::ChunkKey;
 use lmc_memory::Pool;
 use lmc_testkit::rounds;
 
@@ -13,6 +14,7 @@ use super::crash_tests::{SEGMENT, SETTINGS, alone, item_of, open, pool, soon};
 use crate::backend::DiskBackend;
 use crate::config::open_drive;
 use crate::drive::DriveSettings;
+use crate::index::SEARCHES;
 use crate::inspect::Compacted;
 use crate::volume::BLOCK;
 
@@ -206,4 +208,51 @@ fn what_went_with_a_file_does_not_come_back_with_the_next_of_its_name() {
     let tier = open(&volume, settings).expect("after a kill");
     let found = lens_of(&tier, &[key], soon());
     assert!(matches!(found[..], [Ok(None)]), "it was removed: {found:?}");
+}
+
+/// A chunk that was located is loaded by its handle, without another search. After the chunk was moved, its
+/// handle leads nowhere, and the load searches for it.
+#[test]
+fn a_located_chunk_is_searched_for_once() {
+    let pool = pool();
+    let volumes = [SimVolume::new(u64::MAX), SimVolume::new(u64::MAX)];
+    let drives = volumes.iter().map(|volume| {
+        let opened = open_drive(Arc::clone(volume) as _, SEGMENT, SETTINGS, None);
+        opened.expect("a new drive").0
+    });
+    let tier = alone(drives.collect()).expect("a timer");
+    for number in 0..60 {
+        store(&tier, &pool, number, 8);
+    }
+    let kept: Vec<_> = (0..60).step_by(5).map(test_key).collect();
+    let gone = (0..60).map(test_key).filter(|key| !kept.contains(key));
+    block_on(tier.remove(&gone.collect::<Vec<_>>(), soon()));
+    let searches = |act: &mut dyn FnMut()| {
+        let before = SEARCHES.get();
+        act();
+        SEARCHES.get() - before
+    };
+    let mut handles = Vec::new();
+    let mut locate = || {
+        let located = tier.index().expect("it has one").locate_now(&kept);
+        let located = located.into_iter().map(|found| found.expect("it answers"));
+        handles = located
+            .map(|found| found.present().expect("it is there").handle)
+            .collect();
+    };
+    assert_eq!(searches(&mut locate), kept.len());
+    let mut load = || {
+        let item = |(key, handle): (&ChunkKey, &Option<Handle>)| {
+            LoadItem::new(*key, pool.reserve(7 * BLOCK).expect("space")).with_handle(handle.clone())
+        };
+        let items = kept.iter().zip(&handles).map(item).collect();
+        for (key, loaded) in kept.iter().zip(load_batch(&tier, items, soon())) {
+            let slot = loaded.hit().expect("it is there").seal();
+            check_value(key, slot.bytes()).expect("the bytes of this key");
+        }
+    };
+    assert_eq!(searches(&mut load), 0);
+    let done = compact(&tier, &pool).expect("no error");
+    assert!(done.moved > 0 && done.lost == 0, "{done:?}");
+    assert_eq!(searches(&mut load), done.moved as usize);
 }
