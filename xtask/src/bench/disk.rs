@@ -50,10 +50,10 @@ pub(crate) struct DiskArgs {
     dry_run: bool,
 }
 
-struct Asked {
+pub(super) struct Asked {
     rounds: usize,
     seconds: f64,
-    folder: PathBuf,
+    pub(super) folder: PathBuf,
     chunks: Vec<u64>,
     depths: Vec<u64>,
     bytes: u64,
@@ -83,14 +83,36 @@ impl Asked {
         Ok(asked)
     }
 
+    /// Returns what `bench before` measures.
+    pub(super) fn without_peers(seconds: f64, dir: &Path) -> Result<Self> {
+        Self::of(&DiskArgs {
+            rounds: 1,
+            seconds,
+            dir: dir.to_owned(),
+            quick: false,
+            dry_run: true,
+        })
+    }
+
+    /// Returns what is measured: an operation, the bytes of a chunk, and the operations at a time.
+    pub(super) fn cells(&self) -> Vec<(&'static str, u64, u64)> {
+        let all = OPERATIONS.iter().flat_map(|&what| {
+            let chunks = self.chunks.iter();
+            chunks
+                .flat_map(move |&chunk| self.depths.iter().map(move |&depth| (what, chunk, depth)))
+        });
+        all.collect()
+    }
+
     /// Bytes that the run needs at a time: fio's file, the tier beside it, and some to spare.
     fn bytes_needed(&self) -> u64 {
         4 * self.bytes + (2 << 30)
     }
 }
 
+const OPERATIONS: [&str; 3] = ["write", "read", "mixed"];
 /// Names of the figures of a cell.
-const SPEED: &str = "gb_per_s";
+pub(super) const SPEED: &str = "gb_per_s";
 const CPU: &str = "cpu_s_per_gb";
 
 /// Speed and cost of one run.
@@ -212,7 +234,12 @@ fn named(bytes: u64) -> String {
     }
 }
 
-fn ours(
+/// Returns the name of a cell.
+pub(super) fn cell_name((what, chunk, depth): (&str, u64, u64)) -> String {
+    format!("{what}, {}, depth {depth}", named(chunk))
+}
+
+pub(super) fn ours(
     asked: &Asked,
     speed: &Path,
     (what, chunk, depth): (&str, u64, u64),
@@ -321,37 +348,35 @@ fn fill_fio(asked: &Asked) -> Result<()> {
 }
 
 fn beside_fio(asked: &Asked, round: usize, speed: &Path, cells: &mut Rounds) -> Result<()> {
-    for what in ["write", "read", "mixed"] {
-        if what == "read" {
+    let mut is_filled = false;
+    for (what, chunk, depth) in asked.cells() {
+        if what == "read" && !is_filled {
             fill_fio(asked)?;
+            is_filled = true;
         }
-        for &chunk in &asked.chunks {
-            for &depth in &asked.depths {
-                let cell = format!("{what}, {}, depth {depth}", named(chunk));
-                let ours = |how: &[&str]| ours(asked, speed, (what, chunk, depth), how);
-                let mut racers = vec!["lmc", "fio"];
-                if what != "read" {
-                    racers.push("fio, synced");
-                }
-                // A drive is not as fast after writes as before them: everybody is first in turn.
-                let first = round % racers.len();
-                racers.rotate_left(first);
-                if (chunk, depth) == (MIB, 8) {
-                    // Where a container forbids io_uring; beside ours, on either side of it.
-                    let lmc = racers.iter().position(|&racer| racer == "lmc");
-                    racers.insert(lmc.unwrap_or(0) + round % 2, THREADS);
-                }
-                for racer in racers {
-                    let moved = match racer {
-                        "lmc" => ours(&[])?,
-                        THREADS => ours(&["threads"])?,
-                        other => fio(asked, what, chunk, depth, other != "fio")?,
-                    };
-                    cells.add(&cell, racer, &moved);
-                }
-                println!("{cell}: {}", row(cells, &cell));
-            }
+        let cell = cell_name((what, chunk, depth));
+        let ours = |how: &[&str]| ours(asked, speed, (what, chunk, depth), how);
+        let mut racers = vec!["lmc", "fio"];
+        if what != "read" {
+            racers.push("fio, synced");
         }
+        // A drive is not as fast after writes as before them: everybody is first in turn.
+        let first = round % racers.len();
+        racers.rotate_left(first);
+        if (chunk, depth) == (MIB, 8) {
+            // Where a container forbids io_uring; beside ours, on either side of it.
+            let lmc = racers.iter().position(|&racer| racer == "lmc");
+            racers.insert(lmc.unwrap_or(0) + round % 2, THREADS);
+        }
+        for racer in racers {
+            let moved = match racer {
+                "lmc" => ours(&[])?,
+                THREADS => ours(&["threads"])?,
+                other => fio(asked, what, chunk, depth, other != "fio")?,
+            };
+            cells.add(&cell, racer, &moved);
+        }
+        println!("{cell}: {}", row(cells, &cell));
     }
     let _ = fs::remove_file(asked.folder.join("fio"));
     Ok(())

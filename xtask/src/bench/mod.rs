@@ -1,6 +1,7 @@
 //! `cargo xtask bench`.
 
 mod adapter;
+mod before;
 mod ceiling;
 pub(crate) mod conditions;
 mod disk;
@@ -33,6 +34,7 @@ use self::examples::ExampleArgs;
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum BenchAction {
     Serve(serve::ServeArgs),
+    Before(before::BeforeArgs),
     Disk(disk::DiskArgs),
     Transfer(transfer::TransferArgs),
     P2p(p2p::P2pArgs),
@@ -63,6 +65,7 @@ pub(crate) enum BenchAction {
 pub(crate) fn run(action: &BenchAction) -> Result<bool> {
     match action {
         BenchAction::Serve(args) => serve::run(args),
+        BenchAction::Before(args) => before::run(args),
         BenchAction::Disk(args) => disk::run(args),
         BenchAction::Transfer(args) => transfer::run(args),
         BenchAction::P2p(args) => p2p::run(args),

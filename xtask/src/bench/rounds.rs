@@ -58,13 +58,24 @@ impl Rounds {
     pub(crate) fn between(
         &self,
         row: &str,
-        [who, other]: [&str; 2],
+        cells: [&str; 2],
         what: &'static str,
         of: impl Fn(f64, f64) -> f64,
     ) -> Option<f64> {
+        Some(median(&self.each_between(row, cells, what, of)?))
+    }
+
+    /// Returns what lies between two cells in each round.
+    pub(crate) fn each_between(
+        &self,
+        row: &str,
+        [who, other]: [&str; 2],
+        what: &'static str,
+        of: impl Fn(f64, f64) -> f64,
+    ) -> Option<Vec<f64>> {
         let pairs = self.values(row, who, what)?.iter();
         let pairs = pairs.zip(self.values(row, other, what)?);
-        Some(median(&pairs.map(|(&a, &b)| of(a, b)).collect::<Vec<_>>()))
+        Some(pairs.map(|(&a, &b)| of(a, b)).collect())
     }
 
     pub(crate) fn json(&self) -> Value {

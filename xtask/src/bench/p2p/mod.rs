@@ -57,13 +57,30 @@ pub(crate) struct P2pArgs {
 
 impl P2pArgs {
     fn cells(&self) -> Vec<BatchShape> {
-        let all = CHUNKS.map(|count| LENS.map(|len| BatchShape::new(count, len)));
-        let all = all.into_iter().flatten();
         match self.quick {
-            true => all.filter(|cell| cell.count == CHUNKS[0]).skip(1).collect(),
-            false => all.collect(),
+            true => cells()
+                .filter(|cell| cell.count == CHUNKS[0])
+                .skip(1)
+                .collect(),
+            false => cells().collect(),
         }
     }
+}
+
+/// Returns the prefixes that are measured.
+pub(super) fn cells() -> impl Iterator<Item = BatchShape> {
+    let cells = CHUNKS.map(|count| LENS.map(|len| BatchShape::new(count, len)));
+    cells.into_iter().flatten()
+}
+
+/// Asks a player for a cell. Returns each kind of read with its median time in seconds.
+pub(super) fn medians(player: &mut Player, cell: BatchShape) -> Result<[(&'static str, f64); 3]> {
+    let found = player.ask(&line(cell, prompts(cell)), CELL_SECONDS)?;
+    let mut medians = [FIRST, LATER, BARE].map(|kind| (kind, 0.0));
+    for (kind, seconds) in &mut medians {
+        *seconds = Reads::of(&found, kind)?.at(0.5);
+    }
+    Ok(medians)
 }
 
 /// The measurement of a cell, as a player is asked for it.

@@ -22,7 +22,9 @@ const SECTION: &str = "bench remote";
 const JSON: &str = "docs/benchmarks/remote.json";
 /// Bytes of the values of one cell.
 const BYTES: u64 = 256 << 20;
-const LENS: [(&str, u64); 3] = [("64 KiB", 64 << 10), ("1 MiB", 1 << 20), ("4 MiB", 4 << 20)];
+pub(super) const LENS: [(&str, u64); 3] =
+    [("64 KiB", 64 << 10), ("1 MiB", 1 << 20), ("4 MiB", 4 << 20)];
+pub(super) const STORES: [&str; 3] = ["Redis", "files", "S3"];
 const FIGURES: [&str; 6] = [
     "put_gb_per_s",
     "get_gb_per_s",
@@ -120,7 +122,7 @@ impl Drop for Redis {
 }
 
 /// Programs and a folder that all measurements need.
-struct Rig {
+pub(super) struct Rig {
     /// The example `remote_speed`.
     speed: PathBuf,
     /// Folder of the programs of S3.
@@ -131,19 +133,24 @@ struct Rig {
 
 impl Rig {
     fn new(dir: &Path) -> Result<Self> {
-        packages::install("redis-server", "redis-server")?;
         packages::install("redis-benchmark", "redis-tools")?;
-        let s3 = remote::s3_servers()?;
         let built = crate::build_release(
             "--package lmc-backend-remote --example remote_speed --features conformance,redis,s3",
         )?;
+        Self::of(dir, &built.join("examples/remote_speed"))
+    }
+
+    /// Returns a rig for this build of the example.
+    pub(super) fn of(dir: &Path, speed: &Path) -> Result<Self> {
+        packages::install("redis-server", "redis-server")?;
+        let s3 = remote::s3_servers()?;
         fs::create_dir_all("target/bench")?;
         let folder = dir.join("lmc-bench-remote");
         let _ = fs::remove_dir_all(&folder);
         fs::create_dir_all(&folder)
             .with_context(|| format!("{} cannot be made", folder.display()))?;
         Ok(Self {
-            speed: fs::canonicalize(built.join("examples/remote_speed"))?,
+            speed: fs::canonicalize(speed)?,
             s3,
             folder: fs::canonicalize(&folder)?,
         })
@@ -164,6 +171,15 @@ impl Rig {
         command.env("AWS_ACCESS_KEY_ID", "key");
         command.env("AWS_SECRET_ACCESS_KEY", "secret");
         command
+    }
+
+    /// Measures lmc over a store that is empty: one of [`STORES`].
+    pub(super) fn measure_in(&self, store: &str, len: u64) -> Result<Vec<(&'static str, f64)>> {
+        match store {
+            "Redis" => self.measure("lmc", &Redis::start(&self.folder)?.url(), len),
+            "files" => self.measure("lmc", &self.files(), len),
+            _ => self.measure("lmc", "s3://bucket/lmc", len),
+        }
     }
 
     /// Measures lmc or the bare client over a store, with 256 MiB of values of this length.
