@@ -15,7 +15,7 @@ use super::budget::Account;
 use super::channel_core::ChannelCore;
 use super::frame::{Frame, FrameOutcome};
 use super::landing::Target;
-use super::offers::{INLINED_OFFERS, OFFER_CAPACITY, Offers};
+use super::offers::{INLINED_OFFERS, OFFER_CAPACITY, Offer, Offers};
 use super::outgoing::{Outgoing, PieceForm};
 #[cfg(feature = "nixl")]
 use super::plane_link::PlaneLink;
@@ -57,7 +57,7 @@ pub(super) struct Connection {
     /// The thread of the first stream.
     pub(super) home: Handle,
     /// Offers of the peer, and the receives that wait for them.
-    pub(super) incoming: Arc<Offers>,
+    pub(super) incoming: Arc<Offers<Connection>>,
     /// Offers of this side.
     pub(super) offered: Mutex<HashMap<u64, Offered>>,
     pub(super) offer_capacity: Arc<Semaphore>,
@@ -203,6 +203,22 @@ impl From<io::Error> for Gone {
     }
 }
 
+impl Offer<Connection> {
+    /// Reports the outcome of the offer to the peer.
+    pub(super) fn finish(&self, done: usize, outcome: FrameOutcome) {
+        let connection = &self.connection;
+        let finish = Frame::Finish {
+            id: self.id,
+            done: done as u64,
+            outcome,
+        };
+        connection.streams[0].queue.push(Outgoing {
+            answers: self.inlined.then(|| Arc::clone(&connection.inlined)),
+            ..Outgoing::of(&finish)
+        });
+    }
+}
+
 impl Connection {
     /// Returns a connection, and for each stream the queue of frames that its task sends.
     pub(super) fn new(
@@ -211,7 +227,7 @@ impl Connection {
         sockets: &Arc<Sockets>,
         sealers: Vec<Sealer>,
         home: Handle,
-        incoming: Arc<Offers>,
+        incoming: Arc<Offers<Connection>>,
     ) -> (Arc<Self>, Vec<mpsc::UnboundedReceiver<Outgoing>>) {
         let mut queues = Vec::with_capacity(sealers.len());
         let form = remote.form;

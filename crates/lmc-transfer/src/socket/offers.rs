@@ -8,9 +8,6 @@ use std::task::{Context, Poll, Waker};
 use parking_lot::Mutex;
 
 use super::budget::Charge;
-use super::connection::Connection;
-use super::frame::{Frame, FrameOutcome};
-use super::outgoing::Outgoing;
 use crate::MAX_BATCH;
 
 /// Objects that a peer may offer on one connection before any of them is received.
@@ -27,10 +24,10 @@ pub(super) fn size_of_offer(objects: usize) -> usize {
     objects.max(LEAST)
 }
 
-/// Objects that a peer offers to send.
+/// Objects that a peer offers to send on a connection.
 #[derive(Debug)]
-pub(super) struct Offer {
-    pub(super) connection: Arc<Connection>,
+pub(super) struct Offer<C> {
+    pub(super) connection: Arc<C>,
     pub(super) id: u64,
     /// Bytes of each object.
     pub(super) lens: Vec<u64>,
@@ -41,21 +38,7 @@ pub(super) struct Offer {
     pub(super) _charge: Charge,
 }
 
-impl Offer {
-    /// Reports the outcome of the offer to the peer.
-    pub(super) fn finish(&self, done: usize, outcome: FrameOutcome) {
-        let connection = &self.connection;
-        let finish = Frame::Finish {
-            id: self.id,
-            done: done as u64,
-            outcome,
-        };
-        connection.streams[0].queue.push(Outgoing {
-            answers: self.inlined.then(|| Arc::clone(&connection.inlined)),
-            ..Outgoing::of(&finish)
-        });
-    }
-
+impl<C> Offer<C> {
     /// Returns the offer's key, which is unique among the offers of the peer's two connections.
     fn key(&self) -> Key {
         key(&self.connection, self.id)
@@ -66,17 +49,17 @@ impl Offer {
 /// number.
 type Key = (usize, u64);
 
-fn key(connection: &Arc<Connection>, id: u64) -> Key {
+fn key<C>(connection: &Arc<C>, id: u64) -> Key {
     (Arc::as_ptr(connection).addr(), id)
 }
 
 /// Offers and waiting receives of one incarnation of a peer.
 #[derive(Debug)]
-pub(super) struct Offers(Mutex<Option<Tags>>);
+pub(super) struct Offers<C>(Mutex<Option<Tags<C>>>);
 
-#[derive(Debug, Default)]
-struct Tags {
-    tags: HashMap<u64, Tag>,
+#[derive(Debug)]
+struct Tags<C> {
+    tags: HashMap<u64, Tag<C>>,
     /// The tag of each offer and its number under that tag.
     index: HashMap<Key, (u64, u64)>,
     /// Capacity that the offers take.
@@ -86,14 +69,21 @@ struct Tags {
 
 /// Offers and receives of a tag: the first offer is for the first receive that waits, the second
 /// for the second, and so on.
-#[derive(Debug, Default)]
-struct Tag {
+#[derive(Debug)]
+struct Tag<C> {
     /// Offers by the number of their arrival.
-    offers: BTreeMap<u64, Offer>,
+    offers: BTreeMap<u64, Offer<C>>,
     waiting: VecDeque<(u64, Waker)>,
 }
 
-impl Tag {
+impl<C> Tag<C> {
+    fn new() -> Self {
+        Self {
+            offers: BTreeMap::new(),
+            waiting: VecDeque::new(),
+        }
+    }
+
     fn is_empty(&self) -> bool {
         self.offers.is_empty() && self.waiting.is_empty()
     }
@@ -109,9 +99,9 @@ impl Tag {
     }
 }
 
-impl Tags {
+impl<C> Tags<C> {
     /// Takes an offer out of a tag.
-    fn take(&mut self, tag: u64, number: u64) -> Option<Offer> {
+    fn take(&mut self, tag: u64, number: u64) -> Option<Offer<C>> {
         let entry = self.tags.get_mut(&tag)?;
         let offer = entry.offers.remove(&number)?;
         if entry.is_empty() {
@@ -123,13 +113,18 @@ impl Tags {
     }
 }
 
-impl Offers {
+impl<C> Offers<C> {
     pub(super) fn new() -> Self {
-        Self(Mutex::new(Some(Tags::default())))
+        Self(Mutex::new(Some(Tags {
+            tags: HashMap::new(),
+            index: HashMap::new(),
+            taken: 0,
+            next: 0,
+        })))
     }
 
     /// Adds an offer; `false` if there are too many, or if another offer has its number.
-    pub(super) fn offer(&self, tag: u64, offer: Offer) -> bool {
+    pub(super) fn offer(&self, tag: u64, offer: Offer<C>) -> bool {
         let waker = {
             let mut state = self.0.lock();
             let Some(tags) = state.as_mut() else {
@@ -143,7 +138,7 @@ impl Offers {
             tags.taken += size;
             tags.next += 1;
             tags.index.insert(offer.key(), (tag, tags.next));
-            let tag = tags.tags.entry(tag).or_default();
+            let tag = tags.tags.entry(tag).or_insert_with(Tag::new);
             tag.offers.insert(tags.next, offer);
             tag.last_served()
         };
@@ -152,13 +147,17 @@ impl Offers {
     }
 
     /// Waits for an offer, behind the receives that wait already; `None` when the peer is gone.
-    pub(super) fn receive(self: &Arc<Self>, tag: u64) -> Option<Waiting> {
+    pub(super) fn receive(self: &Arc<Self>, tag: u64) -> Option<Waiting<C>> {
         let mut state = self.0.lock();
         let tags = state.as_mut()?;
         tags.next += 1;
         let ticket = tags.next;
         let waiting = (ticket, Waker::noop().clone());
-        tags.tags.entry(tag).or_default().waiting.push_back(waiting);
+        tags.tags
+            .entry(tag)
+            .or_insert_with(Tag::new)
+            .waiting
+            .push_back(waiting);
         Some(Waiting {
             offers: Arc::clone(self),
             tag,
@@ -172,7 +171,7 @@ impl Offers {
     }
 
     /// Removes an offer that the peer withdraws; `None` if it was received before.
-    pub(super) fn withdraw(&self, connection: &Arc<Connection>, id: u64) -> Option<Offer> {
+    pub(super) fn withdraw(&self, connection: &Arc<C>, id: u64) -> Option<Offer<C>> {
         let mut state = self.0.lock();
         let tags = state.as_mut()?;
         let (tag, number) = *tags.index.get(&key(connection, id))?;
@@ -180,12 +179,12 @@ impl Offers {
     }
 
     /// Removes the offers of a connection that has ended.
-    pub(super) fn forget(&self, connection: &Arc<Connection>) {
+    pub(super) fn forget(&self, connection: &Arc<C>) {
         let mut state = self.0.lock();
         let Some(tags) = state.as_mut() else { return };
         let its = |key: &&Key| key.0 == Arc::as_ptr(connection).addr();
         let keys: Vec<Key> = tags.index.keys().filter(its).copied().collect();
-        let forgotten: Vec<Offer> = keys
+        let forgotten: Vec<Offer<C>> = keys
             .into_iter()
             .filter_map(|key| {
                 let (tag, number) = *tags.index.get(&key)?;
@@ -207,19 +206,19 @@ impl Offers {
 
 /// A receive that waits for its offer.
 #[derive(Debug)]
-pub(super) struct Waiting {
-    offers: Arc<Offers>,
+pub(super) struct Waiting<C> {
+    offers: Arc<Offers<C>>,
     tag: u64,
     ticket: u64,
 }
 
-impl Waiting {
+impl<C> Waiting<C> {
     /// Waits for the offer; `None` when the peer is gone. Call it once.
-    pub(super) async fn offer(&self) -> Option<Offer> {
+    pub(super) async fn offer(&self) -> Option<Offer<C>> {
         poll_fn(|context| self.poll(context)).await
     }
 
-    fn poll(&self, context: &mut Context<'_>) -> Poll<Option<Offer>> {
+    fn poll(&self, context: &mut Context<'_>) -> Poll<Option<Offer<C>>> {
         let mut state = self.offers.0.lock();
         let Some(tags) = state.as_mut() else {
             return Poll::Ready(None);
@@ -245,7 +244,7 @@ impl Waiting {
     }
 }
 
-impl Drop for Waiting {
+impl<C> Drop for Waiting<C> {
     fn drop(&mut self) {
         let mut state = self.offers.0.lock();
         let Some(tags) = state.as_mut() else { return };

@@ -201,7 +201,7 @@ impl ChannelState {
 }
 
 /// Returns the first object that has no slot of its length.
-fn misfit(offer: &Offer, slots: &[ReservedSlot]) -> Option<(usize, u64, u64)> {
+fn misfit(offer: &Offer<Connection>, slots: &[ReservedSlot]) -> Option<(usize, u64, u64)> {
     let capacity = slots.iter().map(ReservedSlot::len);
     let capacity = capacity.chain(std::iter::repeat(0));
     let both = offer.lens.iter().copied().zip(capacity);
@@ -357,7 +357,7 @@ impl Drop for Offering {
 
 /// An offer of the peer that is being received. Its end is reported to the peer.
 struct Pull {
-    offer: Offer,
+    offer: Offer<Connection>,
     finished: bool,
 }
 

@@ -388,7 +388,7 @@ impl StreamReader {
         inlined: bool,
     ) -> Result<(), Gone> {
         let bytes = lens.iter().sum::<u64>() as usize;
-        let held = lens.len() * size_of::<u64>() + size_of::<Offer>();
+        let held = lens.len() * size_of::<u64>() + size_of::<Offer<Connection>>();
         let charge = self.charge(held + if inlined { bytes } else { 0 })?;
         let bytes = match inlined {
             true => self.inlined(&lens, bytes).await?,

@@ -51,7 +51,7 @@ pub(super) struct ChannelState {
 struct PeerEntry {
     incarnation: u64,
     identity: PublicIdentity,
-    offers: Arc<Offers>,
+    offers: Arc<Offers<Connection>>,
     /// The oldest connection comes first, and is the one in use, so that the order of offers is
     /// kept. There are two when both sides connected at the same time.
     connections: Vec<Arc<Connection>>,
