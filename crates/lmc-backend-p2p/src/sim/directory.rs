@@ -370,6 +370,8 @@ fn a_full_directory_refuses_with_its_limit_and_serves_what_it_has() {
         assert_eq!((status.entries, status.limit), (20, 20));
         assert!(status.counters.full >= 2, "{status:?}");
         assert!(fetch(&net, 3, &prompt(0, 16)).await.hits > 0);
+        // The release of the last lease.
+        announced().await;
         // Once there is space everything is announced again.
         net.kill(2, Duration::ZERO);
         while net.chunks(1).evict(0).is_some() {}

@@ -210,6 +210,40 @@ fn a_late_digest_that_is_wrong_or_does_not_come_is_a_miss() {
     }
 }
 
+/// A read that ends while its lease is certainly valid, and whose digests came with the lease, needs no answer to
+/// its release. Late digests need it.
+#[test]
+fn chunks_whose_digests_are_known_wait_for_no_release() {
+    for are_known in [true, false] {
+        run(async {
+            let net = Net::with_daemons(43, Faults::none(), 2).await;
+            let keys = prompt(0, 8);
+            keys.iter().for_each(|&key| net.chunks(1).store(key, 0));
+            if are_known {
+                // The owner sums the chunks for this read.
+                assert_eq!(fetch(&net, 0, &keys).await.hits, 8);
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                while net.chunks(0).evict(0).is_some() {}
+            }
+            net.forge(1, |_, reply| {
+                let is_release = matches!(reply, Reply::Released(_));
+                (!is_release).then_some(reply)
+            });
+            let begun = tokio::time::Instant::now();
+            let tally = fetch(&net, 0, &keys).await;
+            let was_fast = begun.elapsed() < Duration::from_millis(100);
+            let lapsed = net.node(0).counters().lapsed;
+            let found = (tally.hits, lapsed, was_fast);
+            let expected = if are_known {
+                (8, 0, true)
+            } else {
+                (0, 8, false)
+            };
+            assert_eq!(found, expected, "{tally:?}");
+        });
+    }
+}
+
 /// A loaded host that answered each lookup a moment too late was once left alone for ever longer.
 #[test]
 fn a_peer_that_answers_late_is_soon_asked_again() {
