@@ -41,7 +41,7 @@ pub struct DiskBackend {
     timer: Timer,
 }
 
-/// The place of a chunk when it was located, in a [`Handle`].
+/// The location of a chunk, in a [`Handle`].
 #[derive(Clone, Copy)]
 struct OnDrive {
     /// Index of the drive.
@@ -126,7 +126,7 @@ impl DiskBackend {
         self.drives.iter().all(Drive::closed)
     }
 
-    /// Returns the drives in a key's order: new chunks are stored on the first of them that works.
+    /// Returns the drives in a key's order. The first working drive stores a new chunk of the key.
     fn order(&self, key: &ChunkKey) -> impl Iterator<Item = usize> + use<> {
         let hash = key.hash.as_bytes();
         let hash = u64::from_le_bytes(hash[8..16].try_into().expect("eight bytes of 32"));
@@ -141,14 +141,14 @@ impl DiskBackend {
         self.order(key).find(works)
     }
 
-    /// Returns the place of a chunk when it was located, if the drive works.
+    /// Returns the location of a chunk that its handle names, if the drive works.
     fn located(&self, item: &LoadItem) -> Option<OnDrive> {
         let located: OnDrive = *item.handle.as_ref()?.get()?;
         let drive = self.drives.get(located.drive)?;
         drive.unavailable().is_none().then_some(located)
     }
 
-    /// Returns the place of a chunk on a working drive, and the chunk's length.
+    /// Returns the location of a chunk on a working drive, and the chunk's length.
     fn find(&self, key: &ChunkKey) -> Option<(OnDrive, u64)> {
         self.order(key).find_map(|drive| {
             let (entry, len) = self.drives[drive].find(key)?;

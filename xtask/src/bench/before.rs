@@ -14,7 +14,7 @@ use super::{check_amounts, conditions, disk, p2p, remote};
 
 const NOW: &str = "now";
 const BEFORE: &str = "before";
-/// This tree once more: its ratio to `NOW` shows what the machine adds to each ratio.
+/// This tree, measured a second time: the ratio to `NOW` shows the noise of the machine.
 const AGAIN: &str = "again";
 /// Speed of a cell, in GB/s or reads per second.
 const SPEED: &str = "speed";
@@ -27,9 +27,9 @@ const PROGRAMS: &str =
 /// `bench serve --before` does the same for the server.
 #[derive(Debug, clap::Args)]
 pub(crate) struct BeforeArgs {
-    /// Folder `target/release` of a checkout of the earlier commit, in which
+    /// Folder `target/release` of a checkout of the earlier commit, after
     /// `cargo build --release --locked -p lmc-server -p lmc-backend-remote -p lmc-backend-disk --examples
-    /// --all-features` has been run
+    /// --all-features`
     #[arg(long, value_name = "PATH")]
     of: PathBuf,
     /// Benchmarks to run
@@ -52,7 +52,7 @@ pub(crate) struct BeforeArgs {
     json: Option<PathBuf>,
 }
 
-/// Name and folder of programs of each of the three.
+/// Name and folder of programs of each racer.
 type Racers = [(&'static str, PathBuf); 3];
 
 pub(crate) fn run(args: &BeforeArgs) -> Result<bool> {

@@ -117,7 +117,7 @@ impl ChunkReader {
         self.rate.time(bytes)
     }
 
-    /// Starts to read a chunk, which was found at `entry` if given; `waiter` gets the outcome.
+    /// Starts to read a chunk; `waiter` gets the outcome. An entry spares the search for the chunk.
     pub(super) fn load(self: &Arc<Self>, item: LoadItem, entry: Option<EntryRef>, waiter: Waiter) {
         let LoadItem { key, slot, .. } = item;
         let answer = |loaded| waiter.0.answer(waiter.1, loaded);

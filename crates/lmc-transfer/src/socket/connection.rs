@@ -57,7 +57,7 @@ pub(super) struct Connection {
     /// The thread of the first stream.
     pub(super) home: Handle,
     /// Offers of the peer, and the receives that wait for them.
-    pub(super) incoming: Arc<Offers<Connection>>,
+    pub(super) incoming: Arc<Offers<Self>>,
     /// Offers of this side.
     pub(super) offered: Mutex<HashMap<u64, Offered>>,
     pub(super) offer_capacity: Arc<Semaphore>,
@@ -227,7 +227,7 @@ impl Connection {
         sockets: &Arc<Sockets>,
         sealers: Vec<Sealer>,
         home: Handle,
-        incoming: Arc<Offers<Connection>>,
+        incoming: Arc<Offers<Self>>,
     ) -> (Arc<Self>, Vec<mpsc::UnboundedReceiver<Outgoing>>) {
         let mut queues = Vec::with_capacity(sealers.len());
         let form = remote.form;

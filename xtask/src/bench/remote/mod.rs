@@ -173,7 +173,7 @@ impl Rig {
         command
     }
 
-    /// Measures lmc over a store that is empty: one of [`STORES`].
+    /// Measures lmc over an empty store with a name of [`STORES`].
     pub(super) fn measure_in(&self, store: &str, len: u64) -> Result<Vec<(&'static str, f64)>> {
         match store {
             "Redis" => self.measure("lmc", &Redis::start(&self.folder)?.url(), len),
