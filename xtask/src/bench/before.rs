@@ -125,12 +125,14 @@ fn peers(args: &BeforeArgs, racers: &Racers, cells: &mut Rounds) -> Result<()> {
 }
 
 fn stores(args: &BeforeArgs, racers: &Racers, cells: &mut Rounds) -> Result<()> {
+    let example = |programs: &PathBuf| programs.join("remote_speed");
+    let mut rig = remote::Rig::of(&args.dir, &example(&racers[0].1))?;
     for store in remote::STORES {
         for (len, bytes) in remote::LENS {
             let row = format!("{store}, {len}");
             if row.contains(&args.cell) {
                 for (who, programs) in racers {
-                    let rig = remote::Rig::of(&args.dir, &programs.join("remote_speed"))?;
+                    rig.measure_with(example(programs));
                     for (what, figure) in rig.measure_in(store, bytes)? {
                         // Commits do not measure lookups of headers in one way.
                         let (what, speed) = match what {

@@ -112,7 +112,7 @@ impl Asked {
 
 const OPERATIONS: [&str; 3] = ["write", "read", "mixed"];
 /// Names of the figures of a cell.
-pub(super) const SPEED: &str = "gb_per_s";
+const SPEED: &str = "gb_per_s";
 const CPU: &str = "cpu_s_per_gb";
 
 /// Speed and cost of one run.

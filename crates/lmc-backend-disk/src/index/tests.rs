@@ -48,6 +48,21 @@ fn filled(segments: u32, each: u32) -> Index {
     index
 }
 
+/// Stores a chunk of which a segment holds ten, in the segment that is written next.
+fn store_large(index: &mut Index, key: ChunkKey) {
+    let len = 96 << 20;
+    let extent = match index.allocate(len, false, None) {
+        Allocation::Extent(extent) | Allocation::Begun { extent, .. } => extent,
+        other => panic!("{other:?}"),
+    };
+    assert!(index.apply(&Record::Put(PutRecord {
+        key,
+        location: extent.location,
+        len,
+        payload_sum: 0,
+    })));
+}
+
 /// All chunks, page by page.
 fn all(index: &Index, limit: usize) -> Vec<PutRecord> {
     let (mut found, mut after) = (Vec::new(), None);
@@ -274,17 +289,8 @@ fn events_tell_which_chunks_are_there_however_they_come_and_go() {
                     }
                 }
                 _ => {
-                    let extent = match index.allocate(96 << 20, false, None) {
-                        Allocation::Extent(extent) | Allocation::Begun { extent, .. } => extent,
-                        other => panic!("{other:?}"),
-                    };
                     // Also one that is there already, as when it is moved.
-                    assert!(index.apply(&Record::Put(PutRecord {
-                        key,
-                        location: extent.location,
-                        len: 96 << 20,
-                        payload_sum: 0,
-                    })));
+                    store_large(&mut index, key);
                 }
             }
             let heard = heard.0.lock();
@@ -315,16 +321,7 @@ fn a_reference_to_an_entry_leads_to_its_chunk_or_to_none() {
                 1..3 => drop(index.give_up()),
                 3..30 => drop(index.remove(&key)),
                 _ => {
-                    let extent = match index.allocate(96 << 20, false, None) {
-                        Allocation::Extent(extent) | Allocation::Begun { extent, .. } => extent,
-                        other => panic!("{other:?}"),
-                    };
-                    assert!(index.apply(&Record::Put(PutRecord {
-                        key,
-                        location: extent.location,
-                        len: 96 << 20,
-                        payload_sum: 0,
-                    })));
+                    store_large(&mut index, key);
                 }
             }
             for (entry, before) in &kept {

@@ -140,7 +140,7 @@ impl Rig {
         Self::of(dir, &built.join("examples/remote_speed"))
     }
 
-    /// Returns a rig for this build of the example.
+    /// Returns a rig that measures with this build of the example.
     pub(super) fn of(dir: &Path, speed: &Path) -> Result<Self> {
         packages::install("redis-server", "redis-server")?;
         let s3 = remote::s3_servers()?;
@@ -171,6 +171,11 @@ impl Rig {
         command.env("AWS_ACCESS_KEY_ID", "key");
         command.env("AWS_SECRET_ACCESS_KEY", "secret");
         command
+    }
+
+    /// Measures with another build of the example from now on.
+    pub(super) fn measure_with(&mut self, speed: PathBuf) {
+        self.speed = speed;
     }
 
     /// Measures lmc over an empty store with a name of [`STORES`].
